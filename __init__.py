@@ -1,0 +1,1 @@
+"""Stoker: a pure-functional LLM inference engine in JAX."""

@@ -1,0 +1,1 @@
+"""Model aliases and presets: data only."""

@@ -1,0 +1,1 @@
+"""How it is served: cache, steps, sampling, sessions, accounting."""

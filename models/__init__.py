@@ -1,0 +1,1 @@
+"""What is computed: config, parameters, the decoder, its operations, checkpoints, tokenizers."""

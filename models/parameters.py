@@ -1,0 +1,118 @@
+"""The one abstract tree: every parameter's shape, type and logical axes.
+
+Random initialisation, shardings, checkpoint loading and byte counts all derive from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .config import ModelConfig
+from .quantized import QuantArray
+
+#: A nested dict (layers: a tuple of dicts) of weights or of `Parameter`s.
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter, without its values; a leaf of `abstract_params`.
+
+    Attributes:
+      shape: matrices are `[outputs, inputs]`.
+      axes: a logical axis name for each axis of `shape` (see `sharding/rules.py`).
+      dtype: of the dense array; "any" where a checkpoint's own precision is kept.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: str = "any"
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """The tree of `Parameter`s of a model: `embedding`, `layers`, `final_norm`, perhaps `head`."""
+    D, F, V = config.d_model, config.d_ff, config.vocab_size
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+
+    def norm(width: int) -> Parameter:
+        return Parameter((width,), ("model",), "float32")
+
+    layer = {
+        "attn_norm": norm(D),
+        "q": Parameter((q, D), ("heads", "model")),
+        "k": Parameter((kv, D), ("kv_heads", "model")),
+        "v": Parameter((kv, D), ("kv_heads", "model")),
+        "o": Parameter((D, q), ("model", "heads")),
+        "mlp_norm": norm(D),
+        "gate": Parameter((F, D), ("ff", "model")),
+        "up": Parameter((F, D), ("ff", "model")),
+        "down": Parameter((D, F), ("model", "ff")),
+    }
+    if config.attention_bias:
+        layer |= {
+            "q_bias": Parameter((q,), ("heads",), "float32"),
+            "k_bias": Parameter((kv,), ("kv_heads",), "float32"),
+            "v_bias": Parameter((kv,), ("kv_heads",), "float32"),
+        }
+    tree = {
+        "embedding": Parameter((V, D), ("vocab", "model")),
+        "layers": tuple(dict(layer) for _ in range(config.n_layers)),
+        "final_norm": norm(D),
+    }
+    if not config.tied_head:
+        tree["head"] = Parameter((V, D), ("vocab", "model"))
+    return tree
+
+
+def named_parameters(abstract: Params) -> Iterator[tuple[str, Parameter]]:
+    """Dotted path and `Parameter` of each leaf, for example `layers.3.attn_norm`."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
+
+
+def unflatten(abstract: Params, values: dict[str, Any]) -> Params:
+    """The tree of `abstract` with each leaf replaced by the value of its dotted path."""
+    leaves = [values[name] for name, _ in named_parameters(abstract)]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def init_params(config: ModelConfig, key: jax.Array, scale: float = 1.0) -> Params:
+    """Random parameters: norms are ones, biases zeros, matrices normal with std scale / sqrt(inputs).
+
+    Dense matrices take `config.dtype`; norms and biases stay float32.
+    """
+    values = {}
+    for index, (name, parameter) in enumerate(named_parameters(abstract_params(config))):
+        if len(parameter.shape) == 1:
+            fill = jnp.zeros if name.endswith("bias") else jnp.ones
+            values[name] = fill(parameter.shape, parameter.dtype)
+        else:
+            noise = jax.random.normal(jax.random.fold_in(key, index), parameter.shape)
+            values[name] = (noise * scale / math.sqrt(parameter.shape[-1])).astype(config.dtype)
+    return unflatten(abstract_params(config), values)
+
+
+def is_weight(node: Any) -> bool:
+    """Whether a tree walk should stop here: a quantised array counts as one leaf."""
+    return isinstance(node, QuantArray)
+
+
+def count_bytes(params: Params) -> int:
+    """Bytes of all leaves."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def count_elements(abstract: Params) -> int:
+    """Elements of all parameters, quantised or not."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract, is_leaf=is_weight))

@@ -1,0 +1,103 @@
+"""Quantised arrays: small integer codes times group scales plus group minima."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+#: Bits a stored code may take: whole bytes, or two codes to a byte.
+CODE_BITS = (4, 8)
+
+
+@struct.dataclass
+class QuantArray:
+    """A matrix `[R, C]` of quantised weights, rows being outputs and columns inputs.
+
+    Element `(r, c)` of group `g = c // group` is::
+
+        (code[r, c] - zero_point) * scale[r, g] + minimum[r, g]
+
+    computed in float32. With `super_scale`, scales are themselves integers times a factor that
+    `C // super_scale.shape[-1]` columns share (the k-quants of GGUF); likewise for minima. Leading
+    axes (experts) may precede R in every leaf.
+
+    Attributes:
+      codes: int8 `[R, C]` where `bits == 8`; uint8 `[R, C/2]` where `bits == 4`. A group of n codes
+        takes n/2 bytes there: byte j holds code j in its low and code j + n/2 in its high half.
+      scale: `[R, C/group]`, float16 or float32; integer where `super_scale` is given.
+      minimum: like `scale`, or None for a symmetric format.
+      super_scale: float16 or float32 `[R, C/columns]`, or None.
+      super_minimum: like `super_scale`, or None.
+      bits: width of a stored code, one of `CODE_BITS`.
+      zero_point: what is subtracted from a stored code.
+      group: columns that share a scale.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    minimum: jax.Array | None = None
+    super_scale: jax.Array | None = None
+    super_minimum: jax.Array | None = None
+    bits: int = struct.field(pytree_node=False, default=8)
+    zero_point: int = struct.field(pytree_node=False, default=0)
+    group: int = struct.field(pytree_node=False, default=32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape `[..., R, C]`."""
+        columns = self.codes.shape[-1] * 8 // self.bits
+        return (*self.codes.shape[:-1], columns)
+
+    @property
+    def ndim(self) -> int:
+        """The number of logical axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of logical elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one read of the whole array moves."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def __getitem__(self, rows: jax.Array) -> QuantArray:
+        """The given rows of a matrix, still quantised; `rows` is an integer array."""
+        return jax.tree.map(lambda leaf: leaf[rows], self)
+
+
+Weight = jax.Array | QuantArray
+
+
+def _grouped(values: jax.Array, factor: jax.Array | None) -> jax.Array:
+    """Group scales or minima in float32, `[..., C/group]`."""
+    values = values.astype(jnp.float32)
+    if factor is None:
+        return values
+    repeats = values.shape[-1] // factor.shape[-1]
+    return values * jnp.repeat(factor.astype(jnp.float32), repeats, axis=-1)
+
+
+def dequantize(array: QuantArray, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:
+    """The dense array `[..., R, C]`; computed in float32, then cast to `dtype`."""
+    grouped = (*array.scale.shape, -1)
+    codes = array.codes.reshape(grouped)
+    if array.bits == 4:
+        codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
+    scale = _grouped(array.scale, array.super_scale)[..., None]
+    values = (codes.astype(jnp.float32) - array.zero_point) * scale
+    if array.minimum is not None:
+        values = values + _grouped(array.minimum, array.super_minimum)[..., None]
+    return values.reshape(array.shape).astype(dtype)
+
+
+def densify(weight: Weight, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:
+    """`weight` as a dense array of `dtype`, quantised or not."""
+    if isinstance(weight, QuantArray):
+        return dequantize(weight, dtype)
+    return weight.astype(dtype)
