@@ -1,0 +1,39 @@
+"""The KV cache: a pool of pages per layer, and the layout of its bytes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ..models.config import ModelConfig
+from ..models.transformer import LayerCache
+
+#: Tokens per page (Z).
+PAGE_TOKENS = 16
+#: The page that padding rows write to and no sequence reads.
+DUMP_PAGE = 0
+
+#: Key and value pages `[P, Z, K, H]` of each layer: separate buffers, so that donating them lets
+#: every step write in place.
+Cache = tuple[LayerCache, ...]
+
+
+def new_cache(config: ModelConfig, n_pages: int, page_tokens: int = PAGE_TOKENS) -> Cache:
+    """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.dtype`."""
+    shape = (n_pages + 1, page_tokens, config.n_kv_heads, config.head_dim)
+
+    def pages() -> jax.Array:
+        return jnp.zeros(shape, config.compute_dtype)
+
+    return tuple((pages(), pages()) for _ in range(config.n_layers))
+
+
+def pages_for(n_tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
+    """Pages that hold `n_tokens`."""
+    return -(-n_tokens // page_tokens)
+
+
+def token_bytes(config: ModelConfig) -> int:
+    """Bytes that one token's keys and values take over all layers."""
+    width = config.n_kv_heads * config.head_dim
+    return 2 * config.n_layers * width * config.compute_dtype.itemsize

@@ -1,0 +1,190 @@
+"""The pure steps: functions of arrays to arrays, usable under `jit`, `lax.scan` and a mesh.
+
+Each is `(params, cache, state, batch) -> (cache, state, outputs)` with a hashable static config.
+`jit` them with `donate_argnames=("cache", "state")` and caches are updated in place;
+`engine/programs.py` does so and checks it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from ..models.config import ModelConfig
+from ..models.ops import Layout
+from ..models.parameters import Params
+from ..models.transformer import decoder, head
+from .cache import Cache
+from .sampling import Sampling, SamplingParams, pack_sampling, sample
+
+
+@struct.dataclass
+class State:
+    """What the device remembers of each slot between steps.
+
+    Attributes:
+      tokens: int32 `[S]`, the newest token, whose keys and values are not in the cache yet.
+      lengths: int32 `[S]`, tokens in the cache.
+      sampling: how the slot's tokens are chosen.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    sampling: Sampling
+
+
+@struct.dataclass
+class PrefillBatch:
+    """One chunk of prompt for any of the slots, flat.
+
+    Attributes:
+      tokens: int32 `[T]`; slot s has rows query_start[s]:query_start[s+1], the rest is padding.
+      query_start: int32 `[S+1]`.
+      cached: int32 `[S]`, the slot's tokens that are in the cache already.
+      page_table: int32 `[S, M]`.
+    """
+
+    tokens: jax.Array
+    query_start: jax.Array
+    cached: jax.Array
+    page_table: jax.Array
+
+
+@struct.dataclass
+class DecodeBatch:
+    """Which slots take a decode step.
+
+    Attributes:
+      active: bool `[S]`; other slots keep their state and write to the dump page.
+      page_table: int32 `[S, M]`.
+    """
+
+    active: jax.Array
+    page_table: jax.Array
+
+
+@struct.dataclass
+class Outputs:
+    """What a step chose.
+
+    Attributes:
+      tokens: int32 `[S]`.
+      logprobs: float32 `[S]`, log-probability of the token under the model itself: before
+        temperature and filters. NaN where the model's logits are.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+
+
+def new_state(requests: list[SamplingParams]) -> State:
+    """The state of slots that have nothing cached yet, one for each request."""
+    empty = np.zeros(len(requests), np.int32)
+    return State(tokens=empty, lengths=empty.copy(), sampling=pack_sampling(requests))
+
+
+def prefill_layout(batch: PrefillBatch) -> Layout:
+    """Where the rows of a prefill chunk sit: a slot may own any number of them."""
+    rows = batch.query_start[1:] - batch.query_start[:-1]
+    return Layout(
+        query_start=batch.query_start,
+        kv_lens=batch.cached + rows,
+        page_table=batch.page_table,
+        max_query=batch.tokens.shape[0],
+    )
+
+
+def decode_layout(state: State, batch: DecodeBatch) -> Layout:
+    """Where the rows of a decode step sit: row s is slot s."""
+    slots = state.tokens.shape[0]
+    return Layout(
+        query_start=jnp.arange(slots + 1, dtype=jnp.int32),
+        kv_lens=jnp.where(batch.active, state.lengths + 1, 1),
+        page_table=jnp.where(batch.active[:, None], batch.page_table, 0),
+        max_query=1,
+    )
+
+
+def prefill_logits(
+    params: Params, cache: Cache, batch: PrefillBatch, *, config: ModelConfig
+) -> tuple[Cache, jax.Array]:
+    """Runs a chunk and returns the cache and the logits `[S, V]` of each slot's last row."""
+    layout = prefill_layout(batch)
+    cache, x = decoder(params, cache, batch.tokens, layout, config)
+    last = jnp.maximum(batch.query_start[1:] - 1, 0)
+    return cache, head(params, x[last], config)
+
+
+def decode_logits(
+    params: Params, cache: Cache, state: State, batch: DecodeBatch, *, config: ModelConfig
+) -> tuple[Cache, jax.Array]:
+    """Runs each active slot's newest token; returns the cache and logits `[S, V]`."""
+    layout = decode_layout(state, batch)
+    cache, x = decoder(params, cache, state.tokens, layout, config)
+    return cache, head(params, x, config)
+
+
+def prefill(
+    params: Params, cache: Cache, state: State, batch: PrefillBatch, *, config: ModelConfig
+) -> tuple[Cache, State, Outputs]:
+    """Appends a chunk of prompt to each slot that has rows, and samples what follows it.
+
+    After the chunk that ends a prompt, the sampled token is the reply's first; after an earlier
+    one it is overwritten by the next chunk. Slots without rows keep their state. Any chunking
+    gives the same logits.
+    """
+    cache, logits = prefill_logits(params, cache, batch, config=config)
+    rows = batch.query_start[1:] - batch.query_start[:-1]
+    lengths = batch.cached + rows
+    outputs = _choose(logits, state.sampling, lengths)
+    state = state.replace(
+        tokens=jnp.where(rows > 0, outputs.tokens, state.tokens),
+        lengths=jnp.where(rows > 0, lengths, state.lengths),
+    )
+    return cache, state, outputs
+
+
+def decode(
+    params: Params, cache: Cache, state: State, batch: DecodeBatch, *, config: ModelConfig
+) -> tuple[Cache, State, Outputs]:
+    """Appends each active slot's newest token to the cache and samples the next one."""
+    cache, logits = decode_logits(params, cache, state, batch, config=config)
+    lengths = state.lengths + 1
+    outputs = _choose(logits, state.sampling, lengths)
+    state = state.replace(
+        tokens=jnp.where(batch.active, outputs.tokens, state.tokens),
+        lengths=jnp.where(batch.active, lengths, state.lengths),
+    )
+    return cache, state, outputs
+
+
+def score(
+    params: Params,
+    cache: Cache,
+    state: State,
+    batch: PrefillBatch,
+    targets: jax.Array,
+    *,
+    config: ModelConfig,
+) -> tuple[Cache, State, jax.Array]:
+    """Appends a chunk as `prefill` does, and returns log-probabilities float32 `[T]`.
+
+    Element t is the log-probability of `targets[t]` (int32 `[T]`) after row t.
+    """
+    layout = prefill_layout(batch)
+    cache, x = decoder(params, cache, batch.tokens, layout, config)
+    logits = head(params, x, config)
+    state = state.replace(lengths=layout.kv_lens)
+    return cache, state, _logprobs(logits, targets)
+
+
+def _choose(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> Outputs:
+    tokens = sample(logits, sampling, positions)
+    return Outputs(tokens=tokens, logprobs=_logprobs(logits, tokens))
+
+
+def _logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)

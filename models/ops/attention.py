@@ -1,0 +1,113 @@
+"""Paged grouped-query attention over a flat token axis: the layout, and the reference in plain XLA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+#: Cache positions that the reference attends to in one round of its loop.
+BLOCK_TOKENS = 128
+_MASKED = -1e30
+
+
+@struct.dataclass
+class Layout:
+    """Where each row of a flat step sits. Slot s owns rows query_start[s]:query_start[s+1].
+
+    Rows at or past query_start[S] are padding: they write to page 0, which no sequence reads, and
+    their results mean nothing. The last row of a slot has position kv_lens[s] - 1.
+
+    Attributes:
+      query_start: int32 `[S+1]`, rising.
+      kv_lens: int32 `[S]`, tokens in the slot's cache once this step's are appended.
+      page_table: int32 `[S, M]`; position p lives in page page_table[s, p // Z] at offset p % Z.
+      max_query: most rows that one slot has in this step (static).
+    """
+
+    query_start: jax.Array
+    kv_lens: jax.Array
+    page_table: jax.Array
+    max_query: int = struct.field(pytree_node=False, default=1)
+
+    def rows(self, n_rows: int) -> tuple[jax.Array, jax.Array]:
+        """Slot and position of each of the `n_rows` flat rows, int32 `[T]`; position -1: padding."""
+        row = jnp.arange(n_rows, dtype=jnp.int32)
+        slot = jnp.searchsorted(self.query_start[1:], row, side="right").astype(jnp.int32)
+        padding = slot >= self.kv_lens.shape[0]
+        slot = jnp.minimum(slot, self.kv_lens.shape[0] - 1)
+        from_end = self.query_start[slot + 1] - row
+        return slot, jnp.where(padding, -1, self.kv_lens[slot] - from_end)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Appends this step's keys and values to the pages, then attends causally over live pages.
+
+    The online softmax of FlashAttention (Dao et al. 2022), in a loop whose length follows the
+    longest live context. Writing first and reading the written buffer is what keeps XLA from
+    copying donated pages.
+
+    Args:
+      q: `[T, N, H]`, rotated.
+      k: `[T, K, H]`, rotated.
+      v: `[T, K, H]`.
+      k_pages: `[P, Z, K, H]`; donate it, and it is updated in place.
+      v_pages: `[P, Z, K, H]`, likewise.
+      layout: where the rows sit.
+      scale: factor on the scores, usually H ** -0.5.
+
+    Returns:
+      Attention output `[T, N, H]` in q's dtype, and both page pools.
+    """
+    T, N, H = q.shape
+    Z, K = k_pages.shape[1:3]
+    S, M = layout.page_table.shape
+    Q, G = layout.max_query, N // K
+    slot, position = layout.rows(T)
+
+    live = position >= 0
+    page = jnp.where(live, layout.page_table[slot, jnp.maximum(position, 0) // Z], 0)
+    offset = jnp.where(live, position % Z, 0)
+    k_pages = k_pages.at[page, offset].set(k.astype(k_pages.dtype))
+    v_pages = v_pages.at[page, offset].set(v.astype(v_pages.dtype))
+
+    start = layout.query_start[:-1]
+    row = jnp.minimum(start[:, None] + jnp.arange(Q), T - 1)
+    queries = q[row].reshape(S, Q, K, G, H).astype(jnp.float32) * scale
+    query_position = position[row]
+
+    pages = max(BLOCK_TOKENS // Z, 1)
+    table = jnp.pad(layout.page_table, ((0, 0), (0, -M % pages)))
+
+    def block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        peak, total, weighted = carry
+        ids = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
+        keys = k_pages[ids].reshape(S, pages * Z, K, H).astype(jnp.float32)
+        values = v_pages[ids].reshape(S, pages * Z, K, H).astype(jnp.float32)
+        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys)
+        key_position = index * pages * Z + jnp.arange(pages * Z)
+        seen = key_position <= query_position[..., None]
+        scores = jnp.where(seen[:, :, None, None, :], scores, _MASKED)
+        new_peak = jnp.maximum(peak, scores.max(-1))
+        decay = jnp.exp(peak - new_peak)
+        weights = jnp.exp(scores - new_peak[..., None])
+        total = total * decay + weights.sum(-1)
+        weighted = weighted * decay[..., None] + jnp.einsum("sqkgc,sckh->sqkgh", weights, values)
+        return new_peak, total, weighted
+
+    zeros = jnp.zeros((S, Q, K, G), jnp.float32)
+    rounds = (jnp.max(layout.kv_lens) + pages * Z - 1) // (pages * Z)
+    first = (zeros + _MASKED, zeros, jnp.zeros((S, Q, K, G, H), jnp.float32))
+    _, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
+    result = weighted / jnp.maximum(total, 1e-30)[..., None]
+    rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
+    return result[slot, rank].reshape(T, N, H).astype(q.dtype), k_pages, v_pages

@@ -1,0 +1,44 @@
+"""RMS norm, rotary embedding and activations: what XLA fuses well on every platform."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ..config import Rope
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`x [T, D]` over its root mean square, times `weight [D]` (Zhang & Sennrich 2019).
+
+    Computed in float32, returned in x's dtype.
+    """
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + eps) * weight).astype(x.dtype)
+
+
+def rotary_tables(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine `[T, dims/2]`, float32, of each position `[T]` at each frequency."""
+    angles = positions[:, None].astype(jnp.float32) * jnp.asarray(rope.frequencies(), jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the leading `dims` of each head of `x [T, heads, H]`, element i with i + dims/2."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    first = x[..., :half].astype(jnp.float32)
+    second = x[..., half : 2 * half].astype(jnp.float32)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    rotated = jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
+
+
+def activate(x: jax.Array, name: str) -> jax.Array:
+    """The activation `name` (see `models.config.ACTIVATIONS`) of each element."""
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name == "gelu_tanh":
+        return jax.nn.gelu(x, approximate=True)
+    raise ValueError(f"unknown activation {name!r}")

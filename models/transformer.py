@@ -1,0 +1,99 @@
+"""The one decoder, over a flat token axis. Only attention knows about sequences."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from . import ops
+from .config import ModelConfig
+from .parameters import Params
+
+#: Key and value pages of one layer, each `[P, Z, K, H]`.
+LayerCache = tuple[jax.Array, jax.Array]
+
+
+def decoder(
+    params: Params,
+    cache: tuple[LayerCache, ...],
+    tokens: jax.Array,
+    layout: ops.Layout,
+    config: ModelConfig,
+) -> tuple[tuple[LayerCache, ...], jax.Array]:
+    """Runs all layers over one step's rows.
+
+    Args:
+      params: the tree that `abstract_params(config)` describes.
+      cache: key and value pages of each of the L layers; updated in place where donated.
+      tokens: int32 `[T]`.
+      layout: which slot and position each row has.
+      config: the architecture (static).
+
+    Returns:
+      The cache, and the last layer's output `[T, D]` before the final norm.
+    """
+    x = ops.embed(params["embedding"], tokens, config.compute_dtype)
+    _, positions = layout.rows(tokens.shape[0])
+    turn = ops.rotary_tables(positions, config.rope)
+    new_cache = []
+    for weights, pages in zip(params["layers"], cache, strict=True):
+        x, pages = layer(weights, pages, x, turn, layout, config=config)
+        new_cache.append(pages)
+    return tuple(new_cache), x
+
+
+# Its own jit: layers of equal shapes are traced once, whatever their number.
+@functools.partial(jax.jit, static_argnames="config")
+def layer(
+    weights: Params,
+    pages: LayerCache,
+    x: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    layout: ops.Layout,
+    *,
+    config: ModelConfig,
+) -> tuple[jax.Array, LayerCache]:
+    """One decoder layer on `x [T, D]`: attention, then the gated MLP, each with its residual."""
+    mixed, pages = attention_block(weights, pages, x, turn, layout, config)
+    x = x + mixed
+    return x + mlp_block(weights, x, config), pages
+
+
+def attention_block(
+    weights: Params,
+    pages: LayerCache,
+    x: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    layout: ops.Layout,
+    config: ModelConfig,
+) -> tuple[jax.Array, LayerCache]:
+    """Norm, projections, rotary embedding, attention over the pages and output projection."""
+    normed = ops.rms_norm(x, weights["attn_norm"], config.norm_eps)
+
+    def heads(name: str, count: int) -> jax.Array:
+        projected = ops.matmul(normed, weights[name])
+        if config.attention_bias:
+            projected = projected + weights[f"{name}_bias"].astype(projected.dtype)
+        return projected.reshape(-1, count, config.head_dim)
+
+    q = ops.rotate(heads("q", config.n_heads), *turn)
+    k = ops.rotate(heads("k", config.n_kv_heads), *turn)
+    v = heads("v", config.n_kv_heads)
+    out, *pages = ops.attention(q, k, v, *pages, layout, scale=config.head_dim**-0.5)
+    return ops.matmul(out.reshape(x.shape[0], -1), weights["o"]), tuple(pages)
+
+
+def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Norm, then down(activation(gate) * up)."""
+    normed = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps)
+    gate = ops.activate(ops.matmul(normed, weights["gate"]), config.activation)
+    return ops.matmul(gate * ops.matmul(normed, weights["up"]), weights["down"])
+
+
+def head(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Logits float32 `[T, V]` of the decoder's output `x [T, D]`: final norm, then the head."""
+    normed = ops.rms_norm(x, params["final_norm"], config.norm_eps)
+    weight = params["embedding"] if config.tied_head else params["head"]
+    return ops.matmul(normed, weight, jnp.dtype("float32"))
