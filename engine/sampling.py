@@ -124,9 +124,7 @@ def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.A
     """
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     greedy = sampling.temperature < GREEDY_BELOW
-    drawn = jax.lax.cond(
-        jnp.all(greedy), lambda: best, lambda: _draw(logits, sampling, positions)
-    )
+    drawn = jax.lax.cond(jnp.all(greedy), lambda: best, lambda: _draw(logits, sampling, positions))
     return jnp.where(greedy, best, drawn)
 
 

@@ -4,4 +4,13 @@ from .attention import Layout, attention
 from .elementwise import activate, rms_norm, rotary_tables, rotate
 from .matmul import embed, matmul
 
-__all__ = ["Layout", "activate", "attention", "embed", "matmul", "rms_norm", "rotary_tables", "rotate"]
+__all__ = [
+    "Layout",
+    "activate",
+    "attention",
+    "embed",
+    "matmul",
+    "rms_norm",
+    "rotary_tables",
+    "rotate",
+]

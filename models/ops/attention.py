@@ -1,4 +1,4 @@
-"""Paged grouped-query attention over a flat token axis: the layout, and the reference in plain XLA."""
+"""Paged grouped-query attention over a flat token axis: its layout, and the XLA reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layout:
     max_query: int = struct.field(pytree_node=False, default=1)
 
     def rows(self, n_rows: int) -> tuple[jax.Array, jax.Array]:
-        """Slot and position of each of the `n_rows` flat rows, int32 `[T]`; position -1: padding."""
+        """Slot and position of each of T flat rows, int32 `[T]`; padding has position -1."""
         row = jnp.arange(n_rows, dtype=jnp.int32)
         slot = jnp.searchsorted(self.query_start[1:], row, side="right").astype(jnp.int32)
         padding = slot >= self.kv_lens.shape[0]

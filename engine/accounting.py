@@ -1,0 +1,122 @@
+"""Which bytes a step must move, and how fast this hardware moves bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from ..models.config import ModelConfig
+from ..models.parameters import Params, count_bytes, count_elements
+from .cache import token_bytes
+
+#: Peak memory bandwidth by JAX device kind, bytes/s, from the makers' data sheets.
+DEVICE_BANDWIDTH = {
+    "NVIDIA A100-SXM4-80GB": 2.039e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H200": 4.8e12,
+    "TPU v4": 1.228e12,
+    "TPU v5 lite": 0.819e12,
+    "TPU v5p": 2.765e12,
+    "TPU v6 lite": 1.64e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """What one step must move and compute, from shapes alone.
+
+    Attributes:
+      weights: bytes of weights, each read once; of the embedding table only the rows looked up,
+        unless it is the head too.
+      kv_read: bytes of live keys and values.
+      kv_write: bytes of new keys and values.
+      logits: bytes of logits written.
+      operations: multiplications and additions of all products.
+    """
+
+    weights: float
+    kv_read: float
+    kv_write: float
+    logits: float
+    operations: float
+
+    @property
+    def bytes(self) -> float:
+        """All bytes."""
+        return self.weights + self.kv_read + self.kv_write + self.logits
+
+
+def step_cost(
+    config: ModelConfig, params: Params, contexts: Sequence[float], rows: int | None = None
+) -> StepCost:
+    """The cost of a step over sequences whose caches hold `contexts` tokens after it.
+
+    Args:
+      config: the architecture.
+      params: weights, or their shapes: what counts is `nbytes`.
+      contexts: tokens attended to by each sequence (an average may be fractional).
+      rows: tokens computed in all; one for each sequence if None.
+    """
+    rows = len(contexts) if rows is None else rows
+    table = params["embedding"]
+    lookup = rows * table.nbytes / config.vocab_size
+    matrices = count_bytes(params) - (0 if config.tied_head else table.nbytes)
+    elements = count_elements(params) - (0 if config.tied_head else table.size)
+    head = config.vocab_size * config.d_model
+    live = sum(contexts)
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * live * rows / len(contexts)
+    return StepCost(
+        weights=matrices + lookup,
+        kv_read=live * token_bytes(config),
+        kv_write=rows * token_bytes(config),
+        logits=4 * len(contexts) * config.vocab_size,
+        operations=2 * (elements - head) * rows + 2 * head * len(contexts) + attention,
+    )
+
+
+def memory_bandwidth(megabytes: int = 256, repeats: int = 5) -> tuple[float, str]:
+    """Bytes per second that this device reads, and how that is known.
+
+    Accelerators are looked up by device kind. On a CPU every core reduces its share of an array
+    larger than the caches, and the best of `repeats` counts: about a quarter of a second. Where
+    neither is possible the figure is 0.
+    """
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return DEVICE_BANDWIDTH.get(device.device_kind, 0.0), device.device_kind
+    threads = usable_cores()
+    array = np.ones(megabytes * 2**20 // 8, np.int64)
+    shares = np.array_split(array, threads)
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            list(pool.map(np.bitwise_or.reduce, shares))
+            best = min(best, time.perf_counter() - start)
+    return array.nbytes / best, f"measured with {threads} threads"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def peak_memory() -> int:
+    """Bytes of the largest resident size so far; on accelerators, of the device's allocations."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024

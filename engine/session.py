@@ -1,0 +1,212 @@
+"""One sequence with a cache of its own: the host loop of a single user.
+
+A session keeps what it has computed: a prompt that begins like the conversation so far only pays
+for what is new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from ..models.config import ModelConfig
+from ..models.errors import StokerError
+from ..models.parameters import Params
+from . import steps
+from .cache import PAGE_TOKENS, new_cache, pages_for
+from .programs import Programs
+from .sampling import SamplingParams
+from .steps import DecodeBatch, Outputs, PrefillBatch, new_state
+
+#: Rows of the compiled prefill steps; a prompt is cut into the largest that it fills.
+CHUNKS = (16, 64, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """One generated token: its id, and its log-probability under the model itself."""
+
+    id: int
+    logprob: float
+
+
+class Session:
+    """Generates and scores one sequence at a time.
+
+    Args:
+      params: the model's parameters.
+      config: its architecture.
+      context: longest sequence, prompt and reply together, in tokens.
+      chunks: rows of the prefill steps to compile, each once it is needed or by `warmup`.
+
+    Attributes:
+      programs: the compiled steps.
+      context: as given.
+      reused: tokens of the latest prompt that were in the cache already.
+
+    Raises:
+      StokerError: if `context` is not from 1 to the model's `max_positions`.
+    """
+
+    def __init__(
+        self, params: Params, config: ModelConfig, *, context: int, chunks: Sequence[int] = CHUNKS
+    ) -> None:
+        if not 1 <= context <= config.max_positions:
+            raise StokerError(
+                f"a context of {context} tokens was asked for; this model takes from 1 to "
+                f"{config.max_positions}"
+            )
+        if not chunks or min(chunks) < 1:
+            raise StokerError(f"chunk sizes {list(chunks)}: at least one is needed, each positive")
+        self.params = params
+        self.config = config
+        self.context = context
+        self.programs = Programs(config)
+        self.reused = 0
+        self._chunks = tuple(sorted(set(chunks)))
+        pages = pages_for(context, PAGE_TOKENS)
+        self._cache = new_cache(config, pages)
+        self._page_table = np.arange(1, pages + 1, dtype=np.int32)[None]
+        self._cached: list[int] = []
+
+    def reset(self) -> None:
+        """Forgets what the cache holds."""
+        self._cached = []
+
+    def warmup(self, prompt: Sequence[int] | None = None) -> None:
+        """Compiles what `generate` needs: for this prompt, or for any if None."""
+        state = new_state([SamplingParams()])
+        if prompt is None:
+            sizes: set[int] = set(self._chunks)
+        else:
+            sizes = {batch.tokens.shape[0] for batch in self._prompt_chunks(prompt)}
+        for rows in sorted(sizes):
+            batch = self._chunk_batch([], 0, rows)
+            self.programs.prepare(steps.prefill, self.params, self._cache, state, batch)
+        self.programs.prepare(steps.decode, self.params, self._cache, state, self._decode_batch())
+        if prompt is None:
+            self.programs.seal()
+
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raises `StokerError` for a prompt that is empty, too long, or not of this vocabulary."""
+        if not prompt:
+            raise StokerError("the prompt is empty; give at least one token")
+        if len(prompt) > self.context:
+            raise StokerError(
+                f"the prompt has {len(prompt)} tokens, but the context holds {self.context}"
+            )
+        for token in prompt:
+            if not 0 <= token < self.config.vocab_size:
+                raise StokerError(
+                    f"token id {token} is not in the vocabulary of {self.config.vocab_size}"
+                )
+
+    def generate(
+        self, prompt: Sequence[int], params: SamplingParams, stop_ids: Collection[int] = ()
+    ) -> Iterator[Token]:
+        """Yields the tokens that follow `prompt`.
+
+        Ends after a token of `stop_ids` (unless `params.ignore_eos`), after `params.max_tokens`,
+        or where the context is full. A consumer may stop early: the cache stays valid, and a later
+        prompt may go on from it. Each decode step is dispatched before the previous one's token is
+        read, so that the device does not wait for Python.
+
+        Raises:
+          StokerError: as `check_prompt`, or if the prompt leaves no room for a token.
+        """
+        self.check_prompt(prompt)
+        room = self.context - len(prompt)
+        if room < 1:
+            raise StokerError(
+                f"the prompt has {len(prompt)} tokens and fills the context of {self.context}; "
+                "nothing can be generated"
+            )
+        limit = min(params.max_tokens or room, room)
+        state = new_state([params])
+        self.reused = self._shared_prefix(prompt)
+        self._cached = list(prompt[: self.reused])
+        for batch in self._prompt_chunks(prompt):
+            self._cache, state, outputs = self.programs.prefill(
+                self.params, self._cache, state, batch
+            )
+        self._cached = list(prompt)
+
+        decode = self._decode_batch()
+        for count in range(1, limit + 1):
+            following: Outputs | None = None
+            if count < limit:
+                self._cache, state, following = self.programs.decode(
+                    self.params, self._cache, state, decode
+                )
+            ids, logprobs = jax.device_get((outputs.tokens, outputs.logprobs))
+            token = Token(int(ids[0]), float(logprobs[0]))
+            if following is not None:
+                self._cached.append(token.id)
+            if not np.isfinite(token.logprob):
+                self.reset()
+                raise StokerError(
+                    f"the model's logits are not finite after {len(prompt) + count - 1} tokens; "
+                    "the weights may be damaged, or need a wider --dtype"
+                )
+            yield token
+            if following is None or (token.id in stop_ids and not params.ignore_eos):
+                return
+            outputs = following
+
+    def score(self, ids: Sequence[int]) -> list[float | None]:
+        """Log-probability of each of `ids` after those before it; the first is None.
+
+        Raises:
+          StokerError: as `check_prompt`.
+        """
+        self.check_prompt(ids)
+        self.reset()
+        state = new_state([SamplingParams()])
+        scores: list[float | None] = [None]
+        for batch in self._prompt_chunks(ids):
+            start, rows = int(batch.cached[0]), int(batch.query_start[1])
+            targets = np.zeros(batch.tokens.shape, np.int32)
+            following = ids[start + 1 : start + rows + 1]
+            targets[: len(following)] = following
+            self._cache, state, logprobs = self.programs.score(
+                self.params, self._cache, state, batch, targets
+            )
+            scores.extend(jax.device_get(logprobs)[: len(following)].tolist())
+        self._cached = list(ids)
+        return scores
+
+    def _shared_prefix(self, prompt: Sequence[int]) -> int:
+        """Leading tokens that are cached; never all, since the last one's logits are needed."""
+        shared = 0
+        for cached, wanted in zip(self._cached, prompt[:-1], strict=False):
+            if cached != wanted:
+                break
+            shared += 1
+        return shared
+
+    def _prompt_chunks(self, prompt: Sequence[int]) -> Iterator[PrefillBatch]:
+        """The chunks that bring the cache from `_cached` to `prompt`."""
+        start = len(self._cached)
+        while start < len(prompt):
+            left = len(prompt) - start
+            fitting = [size for size in self._chunks if size >= left]
+            bucket = fitting[0] if fitting else self._chunks[-1]
+            rows = min(bucket, left)
+            yield self._chunk_batch(prompt[start : start + rows], start, bucket)
+            start += rows
+
+    def _decode_batch(self) -> DecodeBatch:
+        return DecodeBatch(active=np.array([True]), page_table=self._page_table)
+
+    def _chunk_batch(self, tokens: Sequence[int], start: int, bucket: int) -> PrefillBatch:
+        padded = np.zeros(bucket, np.int32)
+        padded[: len(tokens)] = tokens
+        return PrefillBatch(
+            tokens=padded,
+            query_start=np.array([0, len(tokens)], np.int32),
+            cached=np.array([start], np.int32),
+            page_table=self._page_table,
+        )

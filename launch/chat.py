@@ -1,0 +1,95 @@
+"""`stoker chat`: a conversation that keeps its KV cache from turn to turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from absl import flags
+
+from ..engine.session import Session
+from ..engine.text import Reply, stream_reply
+from ..models.errors import StokerError
+from ..models.loading import Model
+from ..models.tokenizers import encode_chat
+from . import common
+from .command import Command
+from .stats import print_stats, reply_stats
+
+#: Tokens of context where neither `--context` nor the model sets fewer.
+DEFAULT_CONTEXT = 4096
+HELP = "/reset forgets the conversation, /exit (or end of input) leaves, Ctrl-C ends a reply early."
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags of this command."""
+    common.define_model_flags(values)
+    common.define_sampling_flags(values, temperature=0.2, top_p=0.9, max_tokens=512)
+    flags.DEFINE_string("system", None, "System message.", flag_values=values)
+
+
+def run(values: flags.FlagValues) -> None:
+    """Talks until the input ends."""
+    params = common.sampling_params(values)
+    model = common.open_model(values)
+    start = [] if values.system is None else [{"role": "system", "content": values.system}]
+    encode_chat(model.tokenizer, [*start, {"role": "user", "content": "Hello"}])
+    session = common.new_session(values, model, DEFAULT_CONTEXT)
+    session.warmup()
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print(f"{model.name}, context {session.context} tokens. {HELP}", file=sys.stderr)
+    messages = list(start)
+    for line in _lines(interactive):
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(start)
+            continue
+        if line.startswith("/"):
+            print(f"unknown command {line.split()[0]}. {HELP}", file=sys.stderr)
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            reply = Reply(prompt_ids=encode_chat(model.tokenizer, asked))
+            _answer(model, session, reply, params)
+        except StokerError as error:
+            print(f"stoker chat: {error}; /reset starts afresh", file=sys.stderr)
+            continue
+        messages = [*asked, {"role": "assistant", "content": reply.text}]
+        if values.stats:
+            print_stats(reply_stats(model, session, reply))
+
+
+def _answer(model: Model, session: Session, reply: Reply, params: common.SamplingParams) -> None:
+    """Streams one reply; an interruption keeps what was said so far."""
+    stream = stream_reply(session, model.tokenizer, reply, params)
+    try:
+        for piece in stream:
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        stream.close()
+    print(flush=True)
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    if interactive:
+        # Line editing and history for input(), where the platform has it.
+        import contextlib
+        import importlib
+
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            return
+        if line:
+            yield line
+
+
+COMMAND = Command("chat", define_flags, run)
+
+if __name__ == "__main__":
+    sys.exit(COMMAND.main())

@@ -1,0 +1,42 @@
+"""`stoker <command> --flags`: the console script."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .command import SUMMARIES, USAGE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("--help", "-h", "help"):
+        print(overview())
+        return 0 if given else USAGE
+    name, *rest = given
+    if name == "--version":
+        from importlib.metadata import version
+
+        print(f"stoker {version('stoker')}")
+        return 0
+    if name not in SUMMARIES:
+        known = ", ".join(SUMMARIES)
+        print(f"stoker: no command {name!r}; there are {known}. See stoker --help", file=sys.stderr)
+        return USAGE
+    # Imported only now: `stoker --help` should not wait for JAX.
+    return importlib.import_module(f".{name}", __package__).COMMAND.main(rest)
+
+
+def overview() -> str:
+    """What `stoker --help` prints."""
+    width = max(map(len, SUMMARIES))
+    lines = [f"  {name:{width}}  {summary}" for name, summary in SUMMARIES.items()]
+    return "\n".join(
+        ["stoker <command> --flags", "", *lines, "", "stoker <command> --help lists flags."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

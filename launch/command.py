@@ -1,0 +1,81 @@
+"""How every command runs: its flags, its help, its errors as one line, its exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import flags
+
+from ..models.errors import StokerError
+
+#: The commands, each `COMMAND` of the module of that name, and what they do.
+SUMMARIES = {
+    "generate": "continues a text or answers a question, streamed",
+    "chat": "a conversation in the terminal",
+    "score": "perplexity and log-probabilities of a text",
+}
+
+#: Exit statuses: a failed run, wrong usage, and an interruption, as shells number it.
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One `stoker <name>`.
+
+    Attributes:
+      name: as typed; one of `SUMMARIES`.
+      define_flags: defines the command's flags on a `FlagValues` of its own.
+      run: does the work with parsed flags; a `StokerError` becomes one line and exit status 1.
+    """
+
+    name: str
+    define_flags: Callable[[flags.FlagValues], None]
+    run: Callable[[flags.FlagValues], None]
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Parses `arguments` (those of the process if None), runs, and returns the exit status."""
+        values = flags.FlagValues()
+        self.define_flags(values)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        if {"--help", "-help", "-h", "--helpfull"} & set(given):
+            print(self.help(values))
+            return 0
+        try:
+            rest = values([f"stoker {self.name}", *given])[1:]
+        except flags.Error as error:
+            return self._fail(f"{error}; see stoker {self.name} --help", USAGE)
+        if rest:
+            problem = f"unexpected argument {rest[0]!r}: every option is a flag, --name=value"
+            return self._fail(f"{problem}; see stoker {self.name} --help", USAGE)
+        try:
+            self.run(values)
+            sys.stdout.flush()
+        except StokerError as error:
+            return self._fail(str(error), FAILED)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return INTERRUPTED
+        except BrokenPipeError:
+            # The reader has gone (as `head` does): nothing is left to say, nor anyone to hear it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        return 0
+
+    def help(self, values: flags.FlagValues) -> str:
+        """The summary and every flag with its default."""
+        lines = [f"stoker {self.name}: {SUMMARIES[self.name]}", "", "flags:"]
+        for name in values:
+            flag = values[name]
+            switch = f"--[no]{name}" if flag.boolean else f"--{name}=…"
+            default = "" if flag.default in (None, "", False) else f" (default: {flag.default})"
+            lines.append(f"  {switch}\n      {flag.help}{default}")
+        return "\n".join(lines)
+
+    def _fail(self, problem: str, status: int) -> int:
+        sys.stdout.flush()
+        print(f"stoker {self.name}: {' '.join(problem.split())}", file=sys.stderr)
+        return status

@@ -1,0 +1,139 @@
+"""The flags that commands share, and what they make of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+import platformdirs
+from absl import flags
+
+from ..engine.sampling import SamplingParams
+from ..engine.session import Session
+from ..models.config import DTYPES
+from ..models.errors import StokerError
+from ..models.loading import Model, load_model
+
+#: Where `--context` is not given: sessions are rounded up to a power of two from here, so that a
+#: few compiled shapes serve all prompts.
+SMALLEST_CONTEXT = 1024
+
+
+def define_model_flags(values: flags.FlagValues) -> None:
+    """`--model`, `--dtype`, `--context`, `--stats` and `--cache_programs`."""
+    flags.DEFINE_string(
+        "model",
+        "smollm2-135m",
+        "Alias of a model, path of a .gguf file, or directory that holds one.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "dtype",
+        None,
+        DTYPES,
+        "Type of activations and KV cache: float32 unless this is an accelerator, then bfloat16.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "context",
+        None,
+        "Longest sequence, prompt and reply together, in tokens; by default what this run needs.",
+        lower_bound=1,
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "stats",
+        False,
+        "Report times, bytes moved and memory on standard error.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
+        "cache_programs",
+        True,
+        "Keep compiled programs in the cache folder, for a faster next start.",
+        flag_values=values,
+    )
+
+
+def define_sampling_flags(
+    values: flags.FlagValues, *, temperature: float = 0.0, top_p: float = 1.0, max_tokens: int = 256
+) -> None:
+    """The flags of `SamplingParams`."""
+
+    def number(name: str, default: float, text: str) -> None:
+        flags.DEFINE_float(name, default, text, flag_values=values)
+
+    flags.DEFINE_integer(
+        "max_tokens", max_tokens, "Most tokens to generate.", lower_bound=1, flag_values=values
+    )
+    number("temperature", temperature, "Randomness of sampling; 0 takes the likeliest token.")
+    flags.DEFINE_integer(
+        "top_k", 0, "Sample from the k likeliest tokens; 0 or -1 for all.", flag_values=values
+    )
+    number("top_p", top_p, "Sample from the fewest tokens whose probabilities reach this.")
+    number("min_p", 0.0, "Drop tokens below this share of the likeliest one's probability.")
+    flags.DEFINE_integer(
+        "seed", None, "Seed of sampling: equal seeds give equal replies.", flag_values=values
+    )
+    flags.DEFINE_multi_string(
+        "stop", [], "String that ends the reply; may be given again.", flag_values=values
+    )
+    flags.DEFINE_boolean(
+        "ignore_eos", False, "Generate past end tokens, up to --max_tokens.", flag_values=values
+    )
+
+
+def sampling_params(values: flags.FlagValues) -> SamplingParams:
+    """The sampling flags, checked."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+    return SamplingParams(**{name: values[name].value for name in names}, stop=tuple(values.stop))
+
+
+def open_model(values: flags.FlagValues) -> Model:
+    """The model that `--model` and `--dtype` name."""
+    if values.cache_programs:
+        _cache_programs(Path(platformdirs.user_cache_dir("stoker", appauthor=False)) / "programs")
+    return load_model(values.model, dtype=values.dtype)
+
+
+def _cache_programs(folder: Path) -> None:
+    """Points JAX's compilation cache at `folder`; without a writable one programs are not kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def new_session(values: flags.FlagValues, model: Model, needed: int) -> Session:
+    """A session for at least `needed` tokens, or for `--context` of them."""
+    context = values.context
+    if context is None:
+        context = min(round_context(needed), model.config.max_positions)
+    return Session(model.params, model.config, context=context)
+
+
+def round_context(needed: int) -> int:
+    """The power of two from `SMALLEST_CONTEXT` on that holds `needed` tokens."""
+    return max(SMALLEST_CONTEXT, 1 << (needed - 1).bit_length())
+
+
+def read_text(flag: str, path: str) -> str:
+    """The UTF-8 text of a file, or of standard input for "-".
+
+    Raises:
+      StokerError: where it cannot be read or is not UTF-8, naming the flag and the file.
+    """
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise StokerError(f"--{flag}: cannot read {path!r}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise StokerError(
+            f"--{flag}: {path!r} is not UTF-8 text (byte {error.start} cannot be decoded)"
+        ) from None

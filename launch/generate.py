@@ -1,0 +1,124 @@
+"""`stoker generate`: a reply to one prompt, streamed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from absl import flags
+
+from ..engine.text import Reply, stream_reply
+from ..models.errors import StokerError
+from ..models.loading import Model
+from ..models.tokenizers import encode_chat
+from . import common
+from .command import Command
+from .stats import print_stats, reply_stats
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags of this command."""
+    common.define_model_flags(values)
+    common.define_sampling_flags(values)
+    flags.DEFINE_string(
+        "prompt",
+        None,
+        "Text to continue or, with --chat, to answer; - reads it from standard input.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "prompt_ids", None, "Token ids to continue, taken as they are: 1,2,3.", flag_values=values
+    )
+    flags.DEFINE_boolean(
+        "chat", False, "Put --prompt into the model's chat template.", flag_values=values
+    )
+    flags.DEFINE_string("system", None, "System message of --chat.", flag_values=values)
+    flags.DEFINE_boolean(
+        "json", False, "Print one JSON object instead of streaming text.", flag_values=values
+    )
+
+
+def run(values: flags.FlagValues) -> None:
+    """Generates and prints."""
+    _check(values)
+    params = common.sampling_params(values)
+    ids = _given_ids(values)
+    text = None if ids is not None else _given_text(values)
+    model = common.open_model(values)
+    if text is not None:
+        ids = _encode(values, model, text)
+    assert ids is not None
+    session = common.new_session(values, model, len(ids) + values.max_tokens)
+    session.check_prompt(ids)
+    session.warmup(ids)
+    reply = Reply(prompt_ids=ids)
+    for piece in stream_reply(session, model.tokenizer, reply, params):
+        if not values.json:
+            print(piece, end="", flush=True)
+    stats = reply_stats(model, session, reply) if values.stats else None
+    if values.json:
+        print(json.dumps(reply_json(model, reply) | ({"stats": stats} if stats else {})))
+    else:
+        print()
+        if stats:
+            print_stats(stats)
+
+
+def reply_json(model: Model, reply: Reply) -> dict[str, object]:
+    """The object that `--json` prints."""
+    return {
+        "model": model.name,
+        "text": reply.text,
+        "prompt_ids": reply.prompt_ids,
+        "ids": reply.ids,
+        "logprobs": reply.logprobs,
+        "finish_reason": reply.finish_reason,
+        "ttft_s": reply.ttft_s,
+        "decode_tok_s": reply.decode_tok_s,
+    }
+
+
+def _check(values: flags.FlagValues) -> None:
+    if (values.prompt is None) == (values.prompt_ids is None):
+        raise StokerError("give either --prompt=TEXT (- for standard input) or --prompt_ids=1,2,3")
+    if values.chat and values.prompt_ids is not None:
+        raise StokerError("--chat puts text into a template; it takes --prompt, not --prompt_ids")
+    if values.system is not None and not values.chat:
+        raise StokerError("--system is part of a chat; add --chat")
+
+
+def _given_ids(values: flags.FlagValues) -> list[int] | None:
+    if values.prompt_ids is None:
+        return None
+    try:
+        return [int(token) for token in values.prompt_ids]
+    except ValueError:
+        given = ",".join(values.prompt_ids)
+        raise StokerError(f"--prompt_ids={given}: it takes whole numbers, 1,2,3") from None
+
+
+def _given_text(values: flags.FlagValues) -> str:
+    if values.prompt == "-":
+        return common.read_text("prompt", "-")
+    # What the shell passed may not be text: Python keeps such bytes as lone surrogates.
+    if any("\ud800" <= character <= "\udfff" for character in values.prompt):
+        raise StokerError("--prompt is not UTF-8 text")
+    return values.prompt
+
+
+def _encode(values: flags.FlagValues, model: Model, text: str) -> list[int]:
+    if not values.chat:
+        ids = model.tokenizer.encode(text)
+        if not ids:
+            raise StokerError(
+                "the prompt is empty, and this model has no begin token to start from"
+            )
+        return ids
+    system = [] if values.system is None else [{"role": "system", "content": values.system}]
+    return encode_chat(model.tokenizer, [*system, {"role": "user", "content": text}])
+
+
+COMMAND = Command("generate", define_flags, run)
+
+if __name__ == "__main__":
+    sys.exit(COMMAND.main())

@@ -1,0 +1,91 @@
+"""The report of `--stats`: predicted bytes beside measured time."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..engine.accounting import memory_bandwidth, peak_memory, step_cost
+from ..engine.session import Session
+from ..engine.text import Reply
+from ..models.loading import Model
+
+
+def reply_stats(model: Model, session: Session, reply: Reply) -> dict[str, Any]:
+    """What one reply cost, by name; plain numbers for JSON. Bytes are of an average decode step."""
+    tokens = len(reply.prompt_ids)
+    context = tokens + len(reply.ids) / 2
+    cost = step_cost(model.config, model.params, [context])
+    seconds = reply.decode_s / reply.decode_steps if reply.decode_steps else None
+    bandwidth, source = memory_bandwidth()
+    achieved = cost.bytes / seconds if seconds else None
+    return {
+        "load_s": model.load_seconds,
+        "compile_s": sum(program.seconds for program in session.programs.compilations),
+        "prompt_tokens": tokens,
+        "reused_tokens": reply.reused_tokens,
+        "ttft_s": reply.ttft_s,
+        "decode_tok_s": reply.decode_tok_s,
+        "step_bytes": {
+            "weights": round(cost.weights),
+            "kv_read": round(cost.kv_read),
+            "kv_write": round(cost.kv_write),
+            "logits": round(cost.logits),
+            "total": round(cost.bytes),
+        },
+        "step_operations": round(cost.operations),
+        "step_s": seconds,
+        "floor_step_s": cost.bytes / bandwidth if bandwidth else None,
+        "achieved_bytes_s": achieved,
+        "bandwidth_bytes_s": bandwidth or None,
+        "bandwidth_source": source,
+        "bandwidth_share": achieved / bandwidth if achieved and bandwidth else None,
+        "peak_memory_bytes": peak_memory(),
+    }
+
+
+def print_stats(stats: dict[str, Any]) -> None:
+    """The same for people, on standard error."""
+    step = stats["step_bytes"]
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+
+    def row(name: str, text: str) -> None:
+        table.add_row(name, text)
+
+    row("load", f"{stats['load_s']:.2f} s, compile {stats['compile_s']:.2f} s")
+    row("prompt", f"{stats['prompt_tokens']} tokens, {stats['reused_tokens']} of them cached")
+    row("first token", f"{stats['ttft_s']:.2f} s")
+    row("decode", f"{stats['decode_tok_s']:.1f} tok/s")
+    kv = f"KV read {megabytes(step['kv_read'])}, KV written {megabytes(step['kv_write'])}"
+    row(
+        "bytes per step",
+        f"{megabytes(step['total'])}: weights {megabytes(step['weights'])}, {kv}, "
+        f"logits {megabytes(step['logits'])}",
+    )
+    if stats["step_s"]:
+        row("time per step", _time_per_step(stats))
+        row("achieved", _achieved(stats))
+    row("peak memory", megabytes(stats["peak_memory_bytes"]))
+    Console(file=sys.stderr, soft_wrap=True, highlight=False).print(table)
+
+
+def _time_per_step(stats: dict[str, Any]) -> str:
+    floor = stats["floor_step_s"]
+    text = f"{stats['step_s'] * 1e3:.1f} ms"
+    return f"{text}; floor {floor * 1e3:.1f} ms" if floor else text
+
+
+def _achieved(stats: dict[str, Any]) -> str:
+    text = f"{stats['achieved_bytes_s'] / 1e9:.2f} GB/s"
+    if not stats["bandwidth_share"]:
+        return f"{text}; this device's bandwidth is not known ({stats['bandwidth_source']})"
+    limit = f"{stats['bandwidth_bytes_s'] / 1e9:.1f} GB/s ({stats['bandwidth_source']})"
+    return f"{text}, {stats['bandwidth_share']:.1%} of {limit}"
+
+
+def megabytes(count: float) -> str:
+    """Bytes in MB of 10**6, for people."""
+    return f"{count / 1e6:.2f} MB"
