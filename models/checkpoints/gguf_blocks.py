@@ -1,0 +1,206 @@
+"""GGUF tensor blocks as arrays, without loss: dense ones as they are, quantised as `QuantArray`.
+
+A block holds its scale and codes together; here every leaf becomes an array of its own, with codes
+in the order of columns. Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from ..errors import StokerError
+from ..quantized import QuantArray
+from .gguf_header import TensorInfo
+
+Leaves = dict[str, np.ndarray]
+
+#: Raw bytes that are unpacked at a time, which bounds the temporaries.
+CHUNK_BYTES = 4 << 20
+#: JAX's CPU client adopts a NumPy buffer that is so aligned, and copies any other.
+_ALIGNMENT = 64
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at byte `at` of each block, `[R, blocks]`."""
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0]
+
+
+def _fields(values: np.ndarray, run: int, shifts: Iterable[int], mask: int) -> np.ndarray:
+    """Bit fields `[R, blocks, n]`: of each run of bytes, first the fields at the first shift."""
+    shift = np.fromiter(shifts, np.uint8).reshape(-1, 1)
+    fields = (values.reshape(*values.shape[:2], -1, 1, run) >> shift) & np.uint8(mask)
+    return fields.reshape(*values.shape[:2], -1)
+
+
+def _nibbles(values: np.ndarray, run: int) -> np.ndarray:
+    return _fields(values, run, (0, 4), 15)
+
+
+def _pack(codes: np.ndarray, group: int) -> np.ndarray:
+    """4-bit codes `[R, blocks, n]` as the bytes of `QuantArray.codes`, `[R, blocks, n/2]`."""
+    halves = codes.reshape(*codes.shape[:2], -1, 2, group // 2)
+    packed = halves[..., 0, :] | halves[..., 1, :] << np.uint8(4)
+    return packed.reshape(*codes.shape[:2], -1)
+
+
+def _q4_0(blocks: np.ndarray) -> Leaves:
+    return {"codes": blocks[..., 2:], "scale": _half(blocks, 0)}
+
+
+def _q4_1(blocks: np.ndarray) -> Leaves:
+    return {"codes": blocks[..., 4:], "scale": _half(blocks, 0), "minimum": _half(blocks, 2)}
+
+
+def _q5(blocks: np.ndarray, at: int) -> np.ndarray:
+    """5-bit codes: the high bits in 4 bytes at `at`, then the low ones."""
+    high = np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little")
+    return (_nibbles(blocks[..., at + 4 :], 16) | high << np.uint8(4)).view(np.int8)
+
+
+def _q5_0(blocks: np.ndarray) -> Leaves:
+    return {"codes": _q5(blocks, 2) - np.int8(16), "scale": _half(blocks, 0)}
+
+
+def _q5_1(blocks: np.ndarray) -> Leaves:
+    return {"codes": _q5(blocks, 4), "scale": _half(blocks, 0), "minimum": _half(blocks, 2)}
+
+
+def _q8_0(blocks: np.ndarray) -> Leaves:
+    return {"codes": blocks[..., 2:].view(np.int8), "scale": _half(blocks, 0)}
+
+
+def _q2_k(blocks: np.ndarray) -> Leaves:
+    return {
+        "codes": _pack(_fields(blocks[..., 16:80], 32, (0, 2, 4, 6), 3), 16),
+        "scale": blocks[..., :16] & np.uint8(15),
+        "minimum": blocks[..., :16] >> np.uint8(4),
+        "super_scale": _half(blocks, 80),
+        "super_minimum": -_half(blocks, 82),
+    }
+
+
+def _q3_k(blocks: np.ndarray) -> Leaves:
+    high = _fields(blocks[..., :32], 32, range(8), 1)
+    codes = _fields(blocks[..., 32:96], 32, (0, 2, 4, 6), 3) | high << np.uint8(2)
+    low = _nibbles(blocks[..., 96:104], 8)
+    scale = low | _fields(blocks[..., 104:108], 4, (0, 2, 4, 6), 3) << np.uint8(4)
+    return {
+        "codes": _pack(codes, 16),
+        "scale": scale.view(np.int8) - np.int8(32),
+        "super_scale": _half(blocks, 108),
+    }
+
+
+def _minima(blocks: np.ndarray) -> Leaves:
+    """Scales and minima of Q4_K and Q5_K: eight of each, 6 bits wide, in bytes 4 to 15."""
+    scale, minimum, rest = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    return {
+        "scale": np.concatenate([scale & 63, rest & 15 | scale >> 2 & 48], axis=-1),
+        "minimum": np.concatenate([minimum & 63, rest >> 4 | minimum >> 2 & 48], axis=-1),
+        "super_scale": _half(blocks, 0),
+        "super_minimum": -_half(blocks, 2),
+    }
+
+
+def _q4_k(blocks: np.ndarray) -> Leaves:
+    return {"codes": _pack(_nibbles(blocks[..., 16:], 32), 32), **_minima(blocks)}
+
+
+def _q5_k(blocks: np.ndarray) -> Leaves:
+    high = _fields(blocks[..., 16:48], 32, range(8), 1)
+    codes = _nibbles(blocks[..., 48:], 32) | high << np.uint8(4)
+    return {"codes": codes.view(np.int8), **_minima(blocks)}
+
+
+def _q6_k(blocks: np.ndarray) -> Leaves:
+    high = _fields(blocks[..., 128:192], 32, (0, 2, 4, 6), 3)
+    codes = _nibbles(blocks[..., :128], 64) | high << np.uint8(4)
+    return {
+        "codes": codes.view(np.int8) - np.int8(32),
+        "scale": blocks[..., 192:208].view(np.int8),
+        "super_scale": _half(blocks, 208),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    """How one block type becomes the leaves of a `QuantArray`."""
+
+    unpack: Callable[[np.ndarray], Leaves]
+    bits: int
+    zero_point: int = 0
+    group: int = 32
+
+
+_DENSE: dict[GGMLQuantizationType, np.dtype] = {
+    GGMLQuantizationType.F32: np.dtype("<f4"),
+    GGMLQuantizationType.F16: np.dtype("<f2"),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
+_QUANTISED: dict[GGMLQuantizationType, _Format] = {
+    GGMLQuantizationType.Q4_0: _Format(_q4_0, 4, zero_point=8),
+    GGMLQuantizationType.Q4_1: _Format(_q4_1, 4),
+    GGMLQuantizationType.Q5_0: _Format(_q5_0, 8),
+    GGMLQuantizationType.Q5_1: _Format(_q5_1, 8),
+    GGMLQuantizationType.Q8_0: _Format(_q8_0, 8),
+    GGMLQuantizationType.Q2_K: _Format(_q2_k, 4, group=16),
+    GGMLQuantizationType.Q3_K: _Format(_q3_k, 4, zero_point=4, group=16),
+    GGMLQuantizationType.Q4_K: _Format(_q4_k, 4),
+    GGMLQuantizationType.Q5_K: _Format(_q5_k, 8),
+    GGMLQuantizationType.Q6_K: _Format(_q6_k, 8, group=16),
+}
+#: Names of the tensor types that `convert` takes.
+SUPPORTED_TYPES = tuple(kind.name for kind in (*_DENSE, *_QUANTISED))
+
+
+def check_types(tensors: Iterable[TensorInfo]) -> None:
+    """Raises `StokerError` for the first tensor whose type `convert` cannot take."""
+    for info in tensors:
+        if info.type.name not in SUPPORTED_TYPES:
+            raise StokerError(
+                f"tensor '{info.name}' has type {info.type.name}, which is not supported; give a "
+                f"file of {', '.join(SUPPORTED_TYPES)}"
+            )
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array whose data JAX on CPU can adopt without a copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def convert(raw: np.ndarray, info: TensorInfo) -> np.ndarray | QuantArray:
+    """The tensor `info` whose file bytes are `raw` (uint8, flat), in NumPy arrays of its own.
+
+    F32, F16 and BF16 keep their type and `info.shape`. Quantised types become a `QuantArray` that
+    `dequantize` turns into exactly the values that the blocks stand for. `raw` is unpacked a few
+    rows at a time, so temporaries stay near `CHUNK_BYTES` whatever the tensor's size.
+    """
+    if info.type in _DENSE:
+        dense = aligned_empty(info.shape, _DENSE[info.type])
+        dense.reshape(-1).view(np.uint8)[:] = raw
+        return dense
+    form = _QUANTISED[info.type]
+    block, block_bytes = GGML_QUANT_SIZES[info.type]
+    blocks = raw.reshape(-1, info.shape[-1] // block, block_bytes)
+    rows = max(1, CHUNK_BYTES // (blocks.shape[1] * block_bytes))
+    leaves: Leaves = {}
+    for start in range(0, len(blocks), rows):
+        for name, part in form.unpack(blocks[start : start + rows]).items():
+            part = part.reshape(len(part), -1)
+            if name not in leaves:
+                leaves[name] = aligned_empty((len(blocks), part.shape[1]), part.dtype)
+            leaves[name][start : start + rows] = part
+    fields: dict[str, Any] = {
+        name: leaf.reshape(*info.shape[:-1], -1) for name, leaf in leaves.items()
+    }
+    fields |= {"bits": form.bits, "zero_point": form.zero_point, "group": form.group}
+    return QuantArray(**fields)

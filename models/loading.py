@@ -1,0 +1,173 @@
+"""From a model's name to its configuration, parameters and tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .checkpoints.gguf import GGUFCheckpoint
+from .checkpoints.gguf_blocks import convert
+from .config import ModelConfig
+from .errors import StokerError
+from .families import Family, family_for
+from .families.family import ROPE_FACTORS
+from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
+from .quantized import QuantArray, dequantize
+from .sources import DEFAULT_MODEL, resolve
+from .tokenizers.base import Tokenizer
+from .tokenizers.gguf import tokenizer_from_gguf
+
+#: Called with the bytes done and the bytes in all.
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model ready to run.
+
+    Attributes:
+      name: as it was asked for.
+      path: the file (of a split model: its first shard).
+      config: the architecture.
+      params: the tree of `abstract_params(config)`, of JAX arrays and `QuantArray`s.
+      tokenizer: of the checkpoint.
+      file_bytes: size of the checkpoint.
+      load_seconds: from the name to the parameters on the device.
+    """
+
+    name: str
+    path: pathlib.Path
+    config: ModelConfig
+    params: Params = dataclasses.field(repr=False)
+    tokenizer: Tokenizer = dataclasses.field(repr=False)
+    file_bytes: int
+    load_seconds: float
+
+
+def load_model(
+    name: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Loads a model by alias, GGUF file (any shard of a split one) or folder.
+
+    Everything is checked before any tensor is read: header, configuration, names, shapes, types
+    and tokenizer.
+
+    Args:
+      name: what `resolve` takes.
+      dtype: of activations and cache; by default float32 on CPU and bfloat16 elsewhere.
+      progress: told how many bytes of the checkpoint have been read.
+
+    Raises:
+      StokerError: the model cannot be found, is damaged or is not supported.
+    """
+    start = time.perf_counter()
+    checkpoint = GGUFCheckpoint.open(resolve(name))
+    family = family_for(checkpoint.metadata.get("general.architecture"))
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    config = family.config(checkpoint, dtype)
+    check_tensors(checkpoint, family, config)
+    tokenizer = tokenizer_from_gguf(checkpoint.metadata)
+    # More rows than tokens is padding; fewer would leave tokens without an embedding.
+    if tokenizer.vocab_size > config.vocab_size:
+        raise StokerError(
+            f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
+            f"{config.vocab_size} rows; convert the model again"
+        )
+    params = load_params(checkpoint, family, config, progress=progress)
+    jax.block_until_ready(params)
+    seconds = time.perf_counter() - start
+    path, size = checkpoint.paths[0], checkpoint.file_bytes
+    return Model(str(name), path, config, params, tokenizer, size, seconds)
+
+
+def check_tensors(checkpoint: GGUFCheckpoint, family: Family, config: ModelConfig) -> None:
+    """Raises `StokerError` unless the file holds exactly the parameters, in their shapes.
+
+    A missing tensor, one of another shape and one that no parameter uses are each named.
+    """
+    names, tensors = family.tensor_names(config), checkpoint.tensors
+    missing = [name for name in names.values() if name not in tensors]
+    if missing:
+        raise StokerError(f"the file lacks {_some(missing)}; give a complete checkpoint")
+    for path, parameter in named_parameters(abstract_params(config)):
+        found = tensors[names[path]].shape
+        if found != parameter.shape:
+            raise StokerError(
+                f"tensor '{names[path]}' has shape {list(found)} where the configuration needs "
+                f"{list(parameter.shape)}; convert the model again"
+            )
+    unused = tensors.keys() - names.values() - {ROPE_FACTORS}
+    if unused:
+        raise StokerError(
+            f"the file has {_some(sorted(unused))}, which family '{family.name}' does not use; "
+            "give a model without it, since leaving it out would change the results"
+        )
+
+
+def load_params(
+    checkpoint: GGUFCheckpoint,
+    family: Family,
+    config: ModelConfig,
+    *,
+    place: Callable[[str, np.ndarray], jax.Array] = lambda _, leaf: jax.device_put(leaf),
+    progress: Progress | None = None,
+) -> Params:
+    """The parameters of a checkpoint that passed `check_tensors`, on the device.
+
+    Tensors are converted one by one, the largest first, and each one's pages of the file are given
+    back before the next, so memory peaks near the size of the parameters themselves.
+
+    Args:
+      checkpoint: an open checkpoint.
+      family: of the checkpoint.
+      config: from `family.config(checkpoint)`.
+      place: puts one leaf of a parameter (given its dotted path) on the device or devices.
+      progress: told how many bytes of tensors have been read.
+
+    Returns:
+      The tree of `abstract_params(config)`: quantised matrices as `QuantArray`, dense ones in the
+      file's own type, norms and biases in float32.
+    """
+    abstract = abstract_params(config)
+    names, tensors = family.tensor_names(config), checkpoint.tensors
+    parameters = dict(named_parameters(abstract))
+    total, done = sum(tensors[name].nbytes for name in names.values()), 0
+    values: dict[str, Any] = {}
+    for path in sorted(parameters, key=lambda path: -tensors[names[path]].nbytes):
+        order = family.row_order(path, config)
+        value = _parameter(checkpoint, names[path], parameters[path], order)
+        values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
+        checkpoint.release(names[path])
+        done += tensors[names[path]].nbytes
+        if progress is not None:
+            progress(done, total)
+    return unflatten(abstract, values)
+
+
+def _parameter(
+    checkpoint: GGUFCheckpoint, name: str, parameter: Parameter, order: np.ndarray | None
+) -> Any:
+    """One parameter with NumPy leaves, its rows in `order` where that is given."""
+    value = convert(checkpoint.read(name), checkpoint.tensors[name])
+    if parameter.dtype != "any":
+        dense = dequantize(value) if isinstance(value, QuantArray) else value
+        value = np.asarray(dense, parameter.dtype)
+    # A gather of rows moves codes and scales together: nothing is requantised.
+    return value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}{rest}"
