@@ -34,9 +34,7 @@ class Rope:
         """Radians per position of each of the dims/2 rotated pairs."""
         pairs = range(self.dims // 2)
         factors = self.factors or (1.0,) * len(pairs)
-        return tuple(
-            self.theta ** (-2 * i / self.dims) / (self.scale * factors[i]) for i in pairs
-        )
+        return tuple(self.theta ** (-2 * i / self.dims) / (self.scale * factors[i]) for i in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +103,7 @@ class ModelConfig:
                 f"activation '{self.activation}' is not known; supported: {', '.join(ACTIVATIONS)}"
             )
         if self.dtype not in DTYPES:
-            raise StokerError(
-                f"dtype '{self.dtype}' is not known; supported: {', '.join(DTYPES)}"
-            )
+            raise StokerError(f"dtype '{self.dtype}' is not known; supported: {', '.join(DTYPES)}")
 
     @property
     def group_size(self) -> int:

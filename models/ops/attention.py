@@ -93,8 +93,11 @@ def attention(
         ids = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
         keys = k_pages[ids].reshape(S, pages * Z, K, H).astype(jnp.float32)
         values = v_pages[ids].reshape(S, pages * Z, K, H).astype(jnp.float32)
-        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys)
         key_position = index * pages * Z + jnp.arange(pages * Z)
+        # A weight of zero does not silence a NaN that an earlier owner left in the page.
+        stale = key_position >= layout.kv_lens[:, None]
+        values = jnp.where(stale[:, :, None, None], 0, values)
+        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys)
         seen = key_position <= query_position[..., None]
         scores = jnp.where(seen[:, :, None, None, :], scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
