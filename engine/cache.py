@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ..models.config import ModelConfig
 from ..models.transformer import LayerCache
+from ..sharding import sharding
 
 #: Tokens per page (Z).
 PAGE_TOKENS = 16
@@ -18,12 +19,21 @@ DUMP_PAGE = 0
 Cache = tuple[LayerCache, ...]
 
 
-def new_cache(config: ModelConfig, n_pages: int, page_tokens: int = PAGE_TOKENS) -> Cache:
-    """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.dtype`."""
+def new_cache(
+    config: ModelConfig,
+    n_pages: int,
+    page_tokens: int = PAGE_TOKENS,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
+    """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.dtype`.
+
+    On a mesh, KV heads are split as the projections that fill them.
+    """
     shape = (n_pages + 1, page_tokens, config.n_kv_heads, config.head_dim)
+    placement = None if mesh is None else sharding((None, None, "kv_heads", None), shape, mesh)
 
     def pages() -> jax.Array:
-        return jnp.zeros(shape, config.compute_dtype)
+        return jnp.zeros(shape, config.compute_dtype, device=placement)
 
     return tuple((pages(), pages()) for _ in range(config.n_layers))
 

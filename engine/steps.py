@@ -87,6 +87,7 @@ def new_state(requests: list[SamplingParams]) -> State:
 
 def prefill_layout(batch: PrefillBatch) -> Layout:
     """Where the rows of a prefill chunk sit: a slot may own any number of them."""
+    batch = jax.tree.map(jnp.asarray, batch)
     rows = batch.query_start[1:] - batch.query_start[:-1]
     return Layout(
         query_start=batch.query_start,
@@ -98,6 +99,7 @@ def prefill_layout(batch: PrefillBatch) -> Layout:
 
 def decode_layout(state: State, batch: DecodeBatch) -> Layout:
     """Where the rows of a decode step sit: row s is slot s."""
+    batch = jax.tree.map(jnp.asarray, batch)
     slots = state.tokens.shape[0]
     return Layout(
         query_start=jnp.arange(slots + 1, dtype=jnp.int32),

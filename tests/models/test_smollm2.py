@@ -1,0 +1,93 @@
+"""SmolLM2 from its GGUF against Hugging Face's float32 model on the same dequantised weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from driving import prompt_logits
+from tiny import hf_logits
+
+from stoker.engine.sampling import SamplingParams
+from stoker.engine.session import Session
+from stoker.models.loading import Model
+from stoker.models.tokenizers import encode_chat
+
+LICENSE = pathlib.Path(__file__).parents[2] / "LICENSE"
+PROMPTS = {
+    "fact": "The capital of France is",
+    "code": "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "numbers": "1, 2, 3, 5, 8, 13, 21, 34,",
+    "unicode": "Le café coûte 3 € — 東京の天気は晴れです 🌞",
+    "long": LICENSE.read_text()[:6000],
+}
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path: pathlib.Path) -> Any:
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def session(smollm2: Model) -> Session:
+    assert smollm2.config.dtype == "float32"
+    return Session(smollm2.params, smollm2.config, context=2048)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", [*PROMPTS, "chat"])
+def test_logprobs_and_greedy_tokens_equal_hugging_face(
+    name: str, smollm2: Model, session: Session, reference: Any
+) -> None:
+    if name == "chat":
+        messages = [{"role": "user", "content": "Name three rivers of Europe."}]
+        ids = encode_chat(smollm2.tokenizer, messages)
+    else:
+        ids = smollm2.tokenizer.encode(PROMPTS[name])
+    assert name != "long" or len(ids) > 1000
+    greedy = SamplingParams(max_tokens=48, ignore_eos=True)
+    reply = list(session.generate(ids, greedy))
+    whole = [*ids, *(token.id for token in reply)]
+    expected = np.asarray(jax.nn.log_softmax(hf_logits(reference, whole), axis=-1))
+
+    wanted = expected[np.arange(len(whole) - 1), whole[1:]]
+    assert np.abs(np.array(session.score(whole)[1:]) - wanted).max() <= 1e-3
+    assert np.abs([t.logprob for t in reply] - wanted[len(ids) - 1 :]).max() <= 1e-3
+
+    for token, row in zip(reply, expected[len(ids) - 1 :], strict=False):
+        second, first = np.sort(row)[-2:]
+        assert token.id == row.argmax() or first - second <= 1e-3
+
+
+@pytest.mark.reference
+def test_whole_distribution_equals_hugging_face(smollm2: Model, reference: Any) -> None:
+    ids = smollm2.tokenizer.encode(PROMPTS["unicode"])
+    expected = jax.nn.log_softmax(hf_logits(reference, ids)[-1])
+    for size in (7, 64):
+        logits, _ = prompt_logits(smollm2.params, smollm2.config, ids, size)
+        assert np.abs(jax.nn.log_softmax(logits) - expected).max() <= 1e-3
+
+
+def test_chunk_sizes_give_the_same_logits(smollm2: Model) -> None:
+    ids = smollm2.tokenizer.encode(PROMPTS["fact"] + PROMPTS["code"] + PROMPTS["numbers"] * 2)
+    whole, _ = prompt_logits(smollm2.params, smollm2.config, ids, len(ids))
+    for size in (1, 7, 16, 64):
+        logits, _ = prompt_logits(smollm2.params, smollm2.config, ids, size)
+        np.testing.assert_allclose(logits, whole, atol=1e-4)
+
+
+def test_bfloat16_agrees_on_an_easy_answer(smollm2: Model) -> None:
+    config = dataclasses.replace(smollm2.config, dtype="bfloat16")
+    session = Session(smollm2.params, config, context=256)
+    ids = smollm2.tokenizer.encode(PROMPTS["fact"])
+    reply = [token.id for token in session.generate(ids, SamplingParams(max_tokens=2))]
+    assert "Paris" in smollm2.tokenizer.decode(reply, continuation=True)
