@@ -97,7 +97,7 @@ class Programs:
     def _compile(self, key: tuple, step: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
         start = time.perf_counter()
         program = compile_step(step, self.config, *args)
-        memory = program.memory_analysis()
+        memory: Any = program.memory_analysis()
         record = Compilation(
             step=key[0],
             shape=key[1],
@@ -129,4 +129,4 @@ def cache_copies(program: jax.stages.Compiled, cache: Cache) -> list[str]:
     pages = cache[0][0]
     kind = re.escape(f"{names[str(pages.dtype)]}[{','.join(map(str, pages.shape))}]")
     copy = re.compile(rf"= {kind}\S* copy(-start)?\(")
-    return [line.strip() for line in program.as_text().splitlines() if copy.search(line)]
+    return [line.strip() for line in (program.as_text() or "").splitlines() if copy.search(line)]

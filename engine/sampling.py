@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import secrets
 
 import jax
@@ -70,14 +69,16 @@ class SamplingParams:
 
 
 def _check_range(name: str, value: object, low: float, high: float) -> None:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:
+    # NaN compares false with everything.
+    if isinstance(value, bool) or not (
+        isinstance(value, int | float | np.number) and low <= value <= high
+    ):
         raise StokerError(f"{name} is {value!r}; it must be a number from {low} to {high}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int | None) -> None:
-    integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not integer or value < low or (high is not None and value > high):
+    top = math.inf if high is None else high
+    if isinstance(value, bool) or not (isinstance(value, int | np.integer) and low <= value <= top):
         bound = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise StokerError(f"{name} is {value!r}; it must be a whole number {bound}")
 
@@ -105,11 +106,11 @@ def pack_sampling(requests: list[SamplingParams]) -> Sampling:
     """The rows of `Sampling` for `requests`, drawing a seed where one has none."""
     seeds = [secrets.randbelow(MAX_SEED) if r.seed is None else r.seed for r in requests]
     return Sampling(
-        temperature=np.array([r.temperature for r in requests], np.float32),
-        top_k=np.array([min(max(r.top_k, 0), 2**31 - 1) for r in requests], np.int32),
-        top_p=np.array([r.top_p for r in requests], np.float32),
-        min_p=np.array([r.min_p for r in requests], np.float32),
-        key=np.array([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], np.uint32),
+        temperature=jnp.array([r.temperature for r in requests], jnp.float32),
+        top_k=jnp.array([min(max(r.top_k, 0), 2**31 - 1) for r in requests], jnp.int32),
+        top_p=jnp.array([r.top_p for r in requests], jnp.float32),
+        min_p=jnp.array([r.min_p for r in requests], jnp.float32),
+        key=jnp.array([(seed >> 32, seed & 0xFFFFFFFF) for seed in seeds], jnp.uint32),
     )
 
 

@@ -7,9 +7,10 @@ for what is new.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..models.config import ModelConfig
@@ -69,7 +70,7 @@ class Session:
         self._chunks = tuple(sorted(set(chunks)))
         pages = pages_for(context, PAGE_TOKENS)
         self._cache = new_cache(config, pages)
-        self._page_table = np.arange(1, pages + 1, dtype=np.int32)[None]
+        self._page_table = jnp.arange(1, pages + 1, dtype=jnp.int32)[None]
         self._cached: list[int] = []
 
     def reset(self) -> None:
@@ -106,7 +107,7 @@ class Session:
 
     def generate(
         self, prompt: Sequence[int], params: SamplingParams, stop_ids: Collection[int] = ()
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """Yields the tokens that follow `prompt`.
 
         Ends after a token of `stop_ids` (unless `params.ignore_eos`), after `params.max_tokens`,
@@ -172,7 +173,7 @@ class Session:
             following = ids[start + 1 : start + rows + 1]
             targets[: len(following)] = following
             self._cache, state, logprobs = self.programs.score(
-                self.params, self._cache, state, batch, targets
+                self.params, self._cache, state, batch, jnp.asarray(targets)
             )
             scores.extend(jax.device_get(logprobs)[: len(following)].tolist())
         self._cached = list(ids)
@@ -199,14 +200,14 @@ class Session:
             start += rows
 
     def _decode_batch(self) -> DecodeBatch:
-        return DecodeBatch(active=np.array([True]), page_table=self._page_table)
+        return DecodeBatch(active=jnp.array([True]), page_table=self._page_table)
 
     def _chunk_batch(self, tokens: Sequence[int], start: int, bucket: int) -> PrefillBatch:
         padded = np.zeros(bucket, np.int32)
         padded[: len(tokens)] = tokens
         return PrefillBatch(
-            tokens=padded,
-            query_start=np.array([0, len(tokens)], np.int32),
-            cached=np.array([start], np.int32),
+            tokens=jnp.asarray(padded),
+            query_start=jnp.array([0, len(tokens)], jnp.int32),
+            cached=jnp.array([start], jnp.int32),
             page_table=self._page_table,
         )

@@ -7,9 +7,10 @@ Each is `(params, cache, state, batch) -> (cache, state, outputs)` with a hashab
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from ..models.config import ModelConfig
@@ -81,8 +82,12 @@ class Outputs:
 
 def new_state(requests: list[SamplingParams]) -> State:
     """The state of slots that have nothing cached yet, one for each request."""
-    empty = np.zeros(len(requests), np.int32)
-    return State(tokens=empty, lengths=empty.copy(), sampling=pack_sampling(requests))
+    shape = (len(requests),)
+    return State(
+        tokens=jnp.zeros(shape, jnp.int32),
+        lengths=jnp.zeros(shape, jnp.int32),
+        sampling=pack_sampling(requests),
+    )
 
 
 def prefill_layout(batch: PrefillBatch) -> Layout:
@@ -141,7 +146,8 @@ def prefill(
     rows = batch.query_start[1:] - batch.query_start[:-1]
     lengths = batch.cached + rows
     outputs = _choose(logits, state.sampling, lengths)
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         tokens=jnp.where(rows > 0, outputs.tokens, state.tokens),
         lengths=jnp.where(rows > 0, lengths, state.lengths),
     )
@@ -155,7 +161,8 @@ def decode(
     cache, logits = decode_logits(params, cache, state, batch, config=config)
     lengths = state.lengths + 1
     outputs = _choose(logits, state.sampling, lengths)
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         tokens=jnp.where(batch.active, outputs.tokens, state.tokens),
         lengths=jnp.where(batch.active, lengths, state.lengths),
     )
@@ -178,7 +185,7 @@ def score(
     layout = prefill_layout(batch)
     cache, x = decoder(params, cache, batch.tokens, layout, config)
     logits = head(params, x, config)
-    state = state.replace(lengths=layout.kv_lens)
+    state = dataclasses.replace(state, lengths=layout.kv_lens)
     return cache, state, _logprobs(logits, targets)
 
 

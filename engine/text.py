@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from ..models.tokenizers import Detokenizer, Tokenizer
 from .sampling import SamplingParams
@@ -81,7 +81,7 @@ class Reply:
 
 def stream_reply(
     session: Session, tokenizer: Tokenizer, reply: Reply, params: SamplingParams
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Answers `reply.prompt_ids`, yielding text as soon as it is certain, and fills `reply`.
 
     Raises:

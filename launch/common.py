@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
-import platformdirs
 from absl import flags
 
 from ..engine.sampling import SamplingParams
@@ -15,6 +15,7 @@ from ..engine.session import Session
 from ..models.config import DTYPES
 from ..models.errors import StokerError
 from ..models.loading import Model, load_model
+from ..models.sources import DEFAULT_MODEL, cache_folder
 
 #: Where `--context` is not given: sessions are rounded up to a power of two from here, so that a
 #: few compiled shapes serve all prompts.
@@ -25,7 +26,7 @@ def define_model_flags(values: flags.FlagValues) -> None:
     """`--model`, `--dtype`, `--context`, `--stats` and `--cache_programs`."""
     flags.DEFINE_string(
         "model",
-        "smollm2-135m",
+        DEFAULT_MODEL,
         "Alias of a model, path of a .gguf file, or directory that holds one.",
         flag_values=values,
     )
@@ -88,13 +89,14 @@ def define_sampling_flags(
 def sampling_params(values: flags.FlagValues) -> SamplingParams:
     """The sampling flags, checked."""
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
-    return SamplingParams(**{name: values[name].value for name in names}, stop=tuple(values.stop))
+    given: dict[str, Any] = {name: values[name].value for name in names}
+    return SamplingParams(**given, stop=tuple(values.stop))
 
 
 def open_model(values: flags.FlagValues) -> Model:
     """The model that `--model` and `--dtype` name."""
     if values.cache_programs:
-        _cache_programs(Path(platformdirs.user_cache_dir("stoker", appauthor=False)) / "programs")
+        _cache_programs(cache_folder() / "programs")
     return load_model(values.model, dtype=values.dtype)
 
 

@@ -89,8 +89,9 @@ def unflatten(abstract: Params, values: dict[str, Any]) -> Params:
 
 
 def init_params(config: ModelConfig, key: jax.Array, scale: float = 1.0) -> Params:
-    """Random parameters: norms are ones, biases zeros, matrices normal with std scale / sqrt(inputs).
+    """Random parameters.
 
+    Norms are ones, biases zeros, matrices normal with standard deviation scale / sqrt(inputs).
     Dense matrices take `config.dtype`; norms and biases stay float32.
     """
     values = {}

@@ -81,8 +81,8 @@ def attention_block(
     q = ops.rotate(heads("q", config.n_heads), *turn)
     k = ops.rotate(heads("k", config.n_kv_heads), *turn)
     v = heads("v", config.n_kv_heads)
-    out, *pages = ops.attention(q, k, v, *pages, layout, scale=config.head_dim**-0.5)
-    return ops.matmul(out.reshape(x.shape[0], -1), weights["o"]), tuple(pages)
+    out, keys, values = ops.attention(q, k, v, *pages, layout, scale=config.head_dim**-0.5)
+    return ops.matmul(out.reshape(x.shape[0], -1), weights["o"]), (keys, values)
 
 
 def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:

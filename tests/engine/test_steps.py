@@ -92,8 +92,8 @@ def test_scan_over_decode_equals_the_session(temperature: float) -> None:
     batch = steps.DecodeBatch(np.array([True]), table)
 
     @jax.jit
-    def scanned(cache, state):  # noqa: ANN001, ANN202
-        def body(carry, _):  # noqa: ANN001, ANN202
+    def scanned(cache, state):
+        def body(carry, _):
             cache, state, outputs = steps.decode(PARAMS, *carry, batch, config=TINY)
             return (cache, state), outputs.tokens[0]
 
@@ -140,12 +140,12 @@ def test_a_copied_page_buffer_is_noticed() -> None:
     """The check above can fail: reading the pages before they are written forces a copy."""
     arguments = _step_arguments()["decode"]
 
-    def copying(params, cache, state, batch, *, config):  # noqa: ANN001, ANN202
+    def copying(params, cache, state, batch, *, config):
         old = cache[0][0].sum()
         cache, state, outputs = steps.decode(params, cache, state, batch, config=config)
         return cache, state, outputs.replace(logprobs=outputs.logprobs + old + cache[0][0].sum())
 
-    def undonated(params, cache, state, batch, *, config):  # noqa: ANN001, ANN202
+    def undonated(params, cache, state, batch, *, config):
         return jax.tree.map(lambda pages: pages.astype("bfloat16"), cache), state, 0
 
     assert cache_copies(compile_step(copying, TINY, *arguments), arguments[1])

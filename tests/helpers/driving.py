@@ -19,7 +19,7 @@ def page_table(slots: int, pages: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def jitted(step, config: ModelConfig):  # noqa: ANN001, ANN201
+def jitted(step, config: ModelConfig):
     return jax.jit(functools.partial(step, config=config))
 
 

@@ -67,7 +67,7 @@ HF_NAMES = {
 }
 
 
-def hugging_face(config: ModelConfig, params: Params):  # noqa: ANN201 - needs transformers
+def hugging_face(config: ModelConfig, params: Params):
     """The same model as a float32 `LlamaForCausalLM`."""
     import torch
     import transformers
@@ -108,7 +108,7 @@ def hugging_face(config: ModelConfig, params: Params):  # noqa: ANN201 - needs t
     return model
 
 
-def hf_logits(model, ids: list[int]) -> np.ndarray:  # noqa: ANN001
+def hf_logits(model, ids: list[int]) -> np.ndarray:
     """Logits float32 `[len(ids), V]`."""
     import torch
 

@@ -1,0 +1,266 @@
+"""The commands on a tiny model: output, errors as one line, exit statuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from gguf_files import Tiny, write_gguf
+
+from stoker.engine.sampling import SamplingParams
+from stoker.engine.session import Session
+from stoker.launch import chat, cli, generate, score
+from stoker.models.loading import load_model
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return str(write_gguf(path, Tiny(), metadata={"tokenizer.chat_template": TEMPLATE}))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without chat template and without begin token."""
+    path = tmp_path_factory.mktemp("model") / "bare.gguf"
+    return str(write_gguf(path, Tiny(), metadata={"tokenizer.ggml.add_bos_token": False}))
+
+
+def run(capsys: pytest.CaptureFixture[str], command, *flags: str) -> tuple[int, str, str]:
+    status = command.COMMAND.main([*flags, "--nocache_programs"])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
+    status, out, err = run(capsys, generate, *flags, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_generate_json_is_what_the_session_gives(capsys, model: str) -> None:
+    result = answer(capsys, f"--model={model}", "--prompt_ids=5,6,7", "--max_tokens=9")
+    loaded = load_model(model)
+    session = Session(loaded.params, loaded.config, context=64)
+    tokens = list(session.generate([5, 6, 7], SamplingParams(max_tokens=9)))
+    assert result["prompt_ids"] == [5, 6, 7]
+    assert result["ids"] == [token.id for token in tokens]
+    assert result["logprobs"] == pytest.approx([token.logprob for token in tokens], abs=1e-4)
+    assert result["text"] == loaded.tokenizer.decode(result["ids"], continuation=True)
+    assert result["finish_reason"] == "length"
+    assert result["ttft_s"] > 0
+    assert result["decode_tok_s"] > 0
+
+
+def test_streamed_text_is_the_json_text(capsys, model: str) -> None:
+    flags = (f"--model={model}", "--prompt=the", "--max_tokens=20", "--temperature=2", "--seed=4")
+    text = answer(capsys, *flags)["text"]
+    status, out, _ = run(capsys, generate, *flags)
+    assert (status, out) == (0, text + "\n")
+
+
+def test_begin_token_is_added_once(capsys, model: str) -> None:
+    plain = answer(capsys, f"--model={model}", "--prompt=the", "--max_tokens=1")
+    assert plain["prompt_ids"] == [0, 259]
+    chatting = answer(capsys, f"--model={model}", "--prompt=the", "--chat", "--max_tokens=1")
+    assert 0 not in chatting["prompt_ids"]
+
+
+def test_stop_string_is_cut_exactly(capsys, model: str) -> None:
+    flags = (f"--model={model}", "--prompt_ids=9,8", "--max_tokens=40", "--ignore_eos")
+    whole = answer(capsys, *flags)["text"]
+    stop = whole[7:10]
+    cut = answer(capsys, *flags, f"--stop={stop}", "--stop=never there")
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert cut["finish_reason"] == "stop"
+
+
+def test_stats_add_up(capsys, model: str) -> None:
+    flags = (f"--model={model}", "--prompt_ids=5,6", "--max_tokens=5", "--stats", "--ignore_eos")
+    stats = answer(capsys, *flags)["stats"]
+    parts = stats["step_bytes"]
+    total = parts.pop("total")
+    assert total == pytest.approx(sum(parts.values()), abs=2)
+    assert stats["achieved_bytes_s"] == pytest.approx(total / stats["step_s"], rel=1e-3)
+    assert stats["bandwidth_share"] < 1
+    status, _, err = run(capsys, generate, *flags)
+    assert status == 0
+    for word in ("load", "first token", "tok/s", "weights", "KV read", "GB/s", "peak memory"):
+        assert word in err
+
+
+def test_prompt_from_standard_input(capsys, monkeypatch, model: str) -> None:
+    flags = (f"--model={model}", "--max_tokens=2")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("thé\n".encode())))
+    piped = answer(capsys, *flags, "--prompt=-")
+    assert piped["prompt_ids"] == answer(capsys, *flags, "--prompt=thé\n")["prompt_ids"]
+
+
+def test_chat_keeps_its_cache(capsys, monkeypatch, model: str) -> None:
+    lines = "hello\nand again\n/nonsense\n/reset\nhello\n/exit\nnot reached\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    flags = (f"--model={model}", "--temperature=0", "--max_tokens=8", "--stats", "--system=s")
+    status, out, err = run(capsys, chat, *flags)
+    assert status == 0
+    first, second, again = [line for line in out.split("\n") if line]
+    assert first == again
+    reused = [int(line.split()[3]) for line in err.splitlines() if line.startswith("prompt")]
+    assert reused[0] == 0
+    assert reused[1] > len("<system>s<user>hello<a>")
+    assert "unknown command /nonsense" in err
+    whole = answer(
+        capsys, f"--model={model}", "--chat", "--prompt=hello", "--system=s", "--max_tokens=8"
+    )
+    assert whole["text"] == first
+
+
+def test_chat_goes_on_after_a_prompt_that_is_too_long(capsys, monkeypatch, model) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 300 + "\nhi\n"))
+    status, out, err = run(capsys, chat, f"--model={model}", "--context=64", "--max_tokens=4")
+    assert status == 0
+    assert "but the context holds 64; /reset starts afresh" in err
+    assert len(out.splitlines()) >= 1
+
+
+def test_score_is_the_mean_logprob(capsys, tmp_path: pathlib.Path, model: str) -> None:
+    ids = [5, 99, 300, 12, 12, 40]
+    path = tmp_path / "ids.json"
+    path.write_text(json.dumps(ids))
+    status, out, _ = run(capsys, score, f"--model={model}", f"--ids_file={path}", "--json")
+    result = json.loads(out)
+    assert (status, result["ids"], result["logprobs"][0]) == (0, ids, None)
+    for n in range(1, 6):
+        flags = (f"--prompt_ids={','.join(map(str, ids[:n]))}", "--max_tokens=1")
+        best = answer(capsys, f"--model={model}", *flags)
+        if best["ids"][0] == ids[n]:
+            assert result["logprobs"][n] == pytest.approx(best["logprobs"][0], abs=1e-4)
+        else:
+            assert result["logprobs"][n] < best["logprobs"][0]
+    mean = sum(result["logprobs"][1:]) / 5
+    assert result["perplexity"] == pytest.approx(math.exp(-mean))
+    text = tmp_path / "text.txt"
+    text.write_text("the theme")
+    status, out, _ = run(capsys, score, f"--model={model}", f"--text_file={text}")
+    assert (status, out.startswith("perplexity ")) == (0, True)
+
+
+BAD_RUNS = [
+    (generate, [], "give either --prompt=TEXT"),
+    (generate, ["--prompt=a", "--prompt_ids=1"], "give either --prompt=TEXT"),
+    (generate, ["--prompt_ids=1,x"], "--prompt_ids=1,x: it takes whole numbers"),
+    (generate, ["--prompt_ids="], "the prompt is empty"),
+    (generate, ["--prompt_ids=1,512"], "token id 512 is not in the vocabulary of 512"),
+    (generate, ["--prompt_ids=-1"], "token id -1 is not in the vocabulary"),
+    (generate, ["--prompt_ids=1", "--chat"], "--chat puts text into a template"),
+    (generate, ["--prompt=a", "--system=s"], "--system is part of a chat; add --chat"),
+    (generate, ["--prompt=a", "--temperature=-1"], "temperature is -1.0"),
+    (generate, ["--prompt=a", "--temperature=nan"], "temperature is nan"),
+    (generate, ["--prompt=a", "--top_p=1.5"], "top_p is 1.5"),
+    (generate, ["--prompt=a", "--min_p=-1"], "min_p is -1.0"),
+    (generate, ["--prompt=a", "--top_k=-7"], "top_k is -7"),
+    (generate, ["--prompt=a", "--seed=-1"], "seed is -1"),
+    (generate, ["--prompt=a", "--stop="], "stop holds ''"),
+    (generate, ["--prompt=a", "--context=100000"], "this model takes from 1 to 256"),
+    (generate, ["--prompt=" + "x" * 300], "301 tokens, but the context holds 256"),
+    (generate, ["--prompt=" + "x" * 255], "fills the context of 256"),
+    (generate, ["--prompt=\udcff"], "--prompt is not UTF-8"),
+    (score, [], "give either --text_file=FILE"),
+    (score, ["--text_file=/does/not/exist"], "--text_file: cannot read '/does/not/exist': No such"),
+    (score, ["--text_file=/"], "--text_file: cannot read '/': Is a directory"),
+    (score, ["--text_file=/dev/null"], "at least 2 are needed"),
+]
+
+
+@pytest.mark.parametrize(("command", "flags", "message"), BAD_RUNS)
+def test_bad_runs_end_in_one_line(capsys, model: str, command, flags, message: str) -> None:
+    status, out, err = run(capsys, command, f"--model={model}", *flags)
+    assert (status, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert err.startswith(f"stoker {command.COMMAND.name}: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_tokens=0"], "--max_tokens=0"),
+        (["--max_tokens=many"], "--max_tokens=many"),
+        (["--context=0"], "--context=0"),
+        (["--dtype=float64"], "--dtype=float64"),
+        (["--tempreature=1"], "tempreature"),
+        (["prompt"], "unexpected argument 'prompt'"),
+    ],
+)
+def test_bad_flags_end_in_one_line(capsys, flags: list[str], message: str) -> None:
+    status, out, err = run(capsys, generate, "--prompt=a", *flags)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert "see stoker generate --help" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2", "is not JSON"),
+        ('{"a": 1}', "must hold a JSON list of whole numbers"),
+        ("[1, 2.5]", "must hold a JSON list of whole numbers"),
+        ("[1, true]", "must hold a JSON list of whole numbers"),
+        ("[" * 5000, "is not JSON"),
+        ("[4]", "there are 1 tokens to score; at least 2"),
+        ("[4, 9999]", "token id 9999 is not in the vocabulary"),
+    ],
+)
+def test_bad_id_files_are_named(capsys, tmp_path, model: str, content: str, message: str) -> None:
+    path = tmp_path / "ids.json"
+    path.write_text(content)
+    status, _, err = run(capsys, score, f"--model={model}", f"--ids_file={path}")
+    assert status == 1
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_model_without_template_or_begin_token(capsys, bare: str) -> None:
+    status, _, err = run(capsys, generate, f"--model={bare}", "--prompt=hi", "--chat")
+    assert status == 1
+    assert "template" in err
+    status, _, err = run(capsys, generate, f"--model={bare}", "--prompt=")
+    assert status == 1
+    assert "no begin token to start from" in err
+
+
+def test_help_and_unknown_commands(capsys) -> None:
+    assert cli.main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for name in ("generate", "chat", "score"):
+        assert name in overview
+        assert cli.main([name, "--help"]) == 0
+        assert "--model=" in capsys.readouterr().out
+    assert cli.main(["genrate"]) == 2
+    assert "no command 'genrate'" in capsys.readouterr().err
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    "start", [["-m", "stoker.launch.generate"], ["-m", "stoker.launch.cli", "generate"]]
+)
+def test_as_a_module_and_into_a_closed_pipe(start: list[str], model: str) -> None:
+    flags = [f"--model={model}", "--prompt_ids=3,4", "--max_tokens=30", "--ignore_eos"]
+    command = [sys.executable, *start, *flags]
+    whole = subprocess.run(command, capture_output=True, text=True)
+    assert (whole.returncode, whole.stderr) == (0, "")
+    closed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert closed.stdout is not None and closed.stderr is not None
+    closed.stdout.close()
+    assert closed.stderr.read() == ""
+    assert closed.wait() == 1
