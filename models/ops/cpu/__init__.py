@@ -1,0 +1,21 @@
+"""C++ kernels for the CPU, called through XLA's foreign-function interface."""
+
+from .attention import attention
+from .library import ISAS, Library, load, why_unavailable
+from .matmul import ACTIVATIONS, matmul, products
+from .packed import PackedArray, can_pack, pack, unpack
+
+__all__ = [
+    "ACTIVATIONS",
+    "ISAS",
+    "Library",
+    "PackedArray",
+    "attention",
+    "can_pack",
+    "load",
+    "matmul",
+    "pack",
+    "products",
+    "unpack",
+    "why_unavailable",
+]

@@ -1,0 +1,231 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace stoker {
+namespace {
+
+constexpr int64_t kSerialFloats = 32 << 10;  // appended by the caller alone
+
+// Rows [first, first + rows) of a slot's query rows times heads that share one KV head.
+struct Task {
+  int64_t slot, head, first, rows;
+  int64_t span0, span1;  // spans that some row sees
+  size_t partial;        // where the partial results of its spans start, in rows
+};
+
+int64_t queries(const Attention& a, int64_t slot) {
+  return a.query_start[slot + 1] - a.query_start[slot];
+}
+
+int64_t position(const Attention& a, int64_t slot, int64_t query) {
+  return a.kv_lens[slot] - queries(a, slot) + query;
+}
+
+int64_t first_seen(const Attention& a, int64_t pos) {
+  return a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0;
+}
+
+std::string check(const Attention& a) {
+  for (int64_t s = 0; s < a.S; ++s) {
+    const int64_t from = a.query_start[s], to = a.query_start[s + 1];
+    const std::string slot = "slot " + std::to_string(s);
+    if (from < 0 || to < from || to > a.T) {
+      return slot + " owns rows " + std::to_string(from) + ":" + std::to_string(to) + " of " +
+             std::to_string(a.T) + "; query_start must rise from 0 to at most T";
+    }
+    if (to == from) continue;
+    const int64_t length = a.kv_lens[s];
+    if (length < to - from || length > a.M * a.Z) {
+      return slot + " has " + std::to_string(length) + " cached tokens; it needs at least its " +
+             std::to_string(to - from) + " rows and at most " + std::to_string(a.M * a.Z);
+    }
+    for (int64_t m = first_seen(a, length - (to - from)) / a.Z; m * a.Z < length; ++m) {
+      const int32_t page = a.page_table[s * a.M + m];
+      if (page < 0 || page >= a.P) {
+        return "page " + std::to_string(page) + " of " + slot + " is outside the pool of " +
+               std::to_string(a.P) + " pages";
+      }
+    }
+  }
+  return "";
+}
+
+// Elements before the token at `pos`, head 0.
+int64_t token_offset(const Attention& a, int64_t slot, int64_t pos) {
+  return (a.page_table[slot * a.M + pos / a.Z] * a.Z + pos % a.Z) * a.K * a.H;
+}
+
+void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
+  const int64_t row = a.query_start[slot] + query, n = a.K * a.H;
+  const int64_t to = token_offset(a, slot, position(a, slot, query));
+  const auto copy = [&](const float* x, void* pages) {
+    if (a.type == Type::kF32) {
+      std::memcpy(static_cast<float*>(pages) + to, x, static_cast<size_t>(n) * sizeof(float));
+    } else {
+      k.store_bf16(x, n, static_cast<uint16_t*>(pages) + to);
+    }
+  };
+  copy(a.k + row * n, a.k_pages);
+  copy(a.v + row * n, a.v_pages);
+}
+
+// One task at work: its scaled queries, and where results go.
+struct Worker {
+  const Kernels& k;
+  const Attention& a;
+  const Task& task;
+  alignas(64) float q[kQueryFloats];
+
+  int64_t group() const { return a.N / a.K; }
+  // Elements before the task's row r in q and out.
+  int64_t place(int64_t r) const {
+    const int64_t query = (task.first + r) / group(), member = (task.first + r) % group();
+    return ((a.query_start[task.slot] + query) * a.N + task.head * group() + member) * a.H;
+  }
+
+  void load_queries() {
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const float* from = a.q + place(r);
+      for (int64_t h = 0; h < a.H; ++h) q[r * a.H + h] = from[h] * a.scale;
+    }
+  }
+
+  void span(int64_t index, float* peak, float* total, float* out) const {
+    const void *keys[kSpan], *values[kSpan];
+    int32_t low[kMaxQueries], high[kMaxQueries];
+    const int64_t start = index * kSpan;
+    const int64_t count = std::min<int64_t>(kSpan, a.kv_lens[task.slot] - start);
+    int64_t seen = count;
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int64_t pos = position(a, task.slot, (task.first + r) / group());
+      low[r] = static_cast<int32_t>(std::clamp<int64_t>(first_seen(a, pos) - start, 0, count));
+      high[r] = static_cast<int32_t>(std::clamp<int64_t>(pos + 1 - start, 0, count));
+      seen = std::min<int64_t>(seen, low[r]);
+    }
+    const int64_t bytes = a.type == Type::kF32 ? 4 : 2;
+    for (int64_t i = 0; i < seen; ++i) keys[i] = values[i] = nullptr;
+    for (int64_t i = seen; i < count;) {
+      const int64_t pos = start + i;
+      int64_t at = (token_offset(a, task.slot, pos) + task.head * a.H) * bytes;
+      const int64_t end = std::min(count, i + a.Z - pos % a.Z);
+      for (; i < end; ++i, at += a.K * a.H * bytes) {
+        keys[i] = static_cast<const char*>(a.k_pages) + at;
+        values[i] = static_cast<const char*>(a.v_pages) + at;
+      }
+    }
+    k.attend[static_cast<int>(a.type)](AttentionTile{q, task.rows, a.H, keys, values, count, low,
+                                                     high, a.softcap, out, peak, total});
+  }
+
+  void finish(const float* total, const float* sums) const {
+    for (int64_t r = 0; r < task.rows; ++r) {
+      float* to = a.out + place(r);
+      for (int64_t h = 0; h < a.H; ++h) to[h] = sums[r * a.H + h] / total[r];
+    }
+  }
+};
+
+void whole_task(const Kernels& k, const Attention& a, const Task& task) {
+  Worker worker{k, a, task, {}};
+  float peak[kMaxQueries], total[kMaxQueries], next_peak[kMaxQueries], next_total[kMaxQueries];
+  alignas(64) float out[kQueryFloats];
+  alignas(64) float next_out[kQueryFloats];
+  worker.load_queries();
+  worker.span(task.span0, peak, total, out);
+  for (int64_t index = task.span0 + 1; index < task.span1; ++index) {
+    worker.span(index, next_peak, next_total, next_out);
+    k.merge(task.rows, a.H, peak, total, out, next_peak, next_total, next_out);
+  }
+  worker.finish(total, out);
+}
+
+// Spans apart, then folded in order: the same operations as whole_task, on more threads.
+void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::vector<Task>& tasks,
+                 size_t partial_rows) {
+  std::vector<float> peak(partial_rows), total(partial_rows);
+  std::vector<float> out(partial_rows * static_cast<size_t>(a.H));
+  std::vector<std::pair<const Task*, int64_t>> units;
+  for (const Task& task : tasks) {
+    for (int64_t index = task.span0; index < task.span1; ++index) units.emplace_back(&task, index);
+  }
+  const auto row_of = [](const Task& task, int64_t index) {
+    return task.partial + static_cast<size_t>((index - task.span0) * task.rows);
+  };
+  parallel_for(pool, static_cast<int64_t>(units.size()), [&](int64_t unit) {
+    const auto [task, index] = units[static_cast<size_t>(unit)];
+    const size_t row = row_of(*task, index);
+    Worker worker{k, a, *task, {}};
+    worker.load_queries();
+    worker.span(index, &peak[row], &total[row], &out[row * static_cast<size_t>(a.H)]);
+  });
+  for (const Task& task : tasks) {
+    const size_t first = task.partial;
+    float* sums = &out[first * static_cast<size_t>(a.H)];
+    for (int64_t index = task.span0 + 1; index < task.span1; ++index) {
+      const size_t row = row_of(task, index);
+      k.merge(task.rows, a.H, &peak[first], &total[first], sums, &peak[row], &total[row],
+              &out[row * static_cast<size_t>(a.H)]);
+    }
+    Worker{k, a, task, {}}.finish(&total[first], sums);
+  }
+}
+
+}  // namespace
+
+std::string attend(Pool& pool, const Kernels& kernels, const Attention& a) {
+  std::string problem = check(a);
+  if (!problem.empty()) return problem;
+
+  std::vector<std::pair<int64_t, int64_t>> rows;  // slot and query of each live row
+  std::vector<Task> tasks;
+  const int64_t group = a.N / a.K;
+  const int64_t most = std::clamp<int64_t>(kQueryFloats / a.H, 1, kMaxQueries);
+  size_t partial_rows = 0;
+  int64_t longest = 0, covered = 0;
+  for (int64_t s = 0; s < a.S; ++s) {
+    const int64_t count = queries(a, s);
+    if (count == 0) continue;
+    std::fill(a.out + covered * a.N * a.H, a.out + a.query_start[s] * a.N * a.H, 0.0f);
+    covered = a.query_start[s + 1];
+    for (int64_t i = 0; i < count; ++i) rows.emplace_back(s, i);
+    // Late rows see the most keys; they go first, so that threads finish together.
+    for (int64_t tile = (count * group - 1) / most; tile >= 0; --tile) {
+      const int64_t first = tile * most, n = std::min(most, count * group - first);
+      const int64_t lowest = first_seen(a, position(a, s, first / group));
+      const int64_t highest = position(a, s, (first + n - 1) / group);
+      const int64_t span0 = lowest / kSpan, span1 = highest / kSpan + 1;
+      longest = std::max(longest, span1 - span0);
+      for (int64_t head = 0; head < a.K; ++head) {
+        tasks.push_back({s, head, first, n, span0, span1, partial_rows});
+        partial_rows += static_cast<size_t>((span1 - span0) * n);
+      }
+    }
+  }
+  std::fill(a.out + covered * a.N * a.H, a.out + a.T * a.N * a.H, 0.0f);
+
+  const int64_t live = static_cast<int64_t>(rows.size());
+  const auto append_row = [&](int64_t i) {
+    append(kernels, a, rows[static_cast<size_t>(i)].first, rows[static_cast<size_t>(i)].second);
+  };
+  if (live * a.K * a.H < kSerialFloats) {
+    for (int64_t i = 0; i < live; ++i) append_row(i);
+  } else {
+    parallel_for(pool, (live + 15) / 16, [&](int64_t unit) {
+      for (int64_t i = unit * 16; i < std::min(live, unit * 16 + 16); ++i) append_row(i);
+    });
+  }
+
+  const int64_t count = static_cast<int64_t>(tasks.size());
+  if (longest > 1 && count < 4 * pool.threads()) {
+    split_tasks(pool, kernels, a, tasks, partial_rows);
+  } else {
+    parallel_for(pool, count,
+                 [&](int64_t i) { whole_task(kernels, a, tasks[static_cast<size_t>(i)]); });
+  }
+  return "";
+}
+
+}  // namespace stoker

@@ -1,0 +1,33 @@
+// Paged grouped-query attention: append, then attend over live pages.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace stoker {
+
+// Shapes as in models/ops/attention.py; see there for the meaning of the layout.
+struct Attention {
+  const float* q;  // [T, N, H]
+  const float* k;  // [T, K, H]
+  const float* v;
+  void* k_pages;   // [P, Z, K, H], updated in place
+  void* v_pages;
+  Type type;       // of the pages: kF32 or kBF16
+  const int32_t* query_start;  // [S + 1]
+  const int32_t* kv_lens;      // [S]
+  const int32_t* page_table;   // [S, M]
+  int64_t T, N, K, H, S, M, P, Z;
+  int64_t window;  // tokens that a row sees, itself included; 0: all
+  float softcap;   // 0: none
+  float scale;
+  float* out;      // [T, N, H]
+};
+
+// Empty, or what is wrong with the layout; then nothing has been written.
+std::string attend(Pool& pool, const Kernels& kernels, const Attention& a);
+
+}  // namespace stoker

@@ -1,0 +1,95 @@
+// The handler of stoker_attention: checks every shape and type, then attends.
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "attention.h"
+#include "ffi.h"
+
+namespace stoker {
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::BufferR3<ffi::F32>;
+
+ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v, ffi::AnyBuffer k_pages,
+                     ffi::AnyBuffer v_pages, ffi::BufferR1<ffi::S32> query_start,
+                     ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> page_table,
+                     ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> k_out,
+                     ffi::Result<ffi::AnyBuffer> v_out, int64_t window, float softcap, float scale,
+                     int64_t isa, int64_t limit) {
+  Attention a{};
+  a.T = q.dimensions()[0];
+  a.N = q.dimensions()[1];
+  a.H = q.dimensions()[2];
+  a.K = k.dimensions()[1];
+  a.S = kv_lens.dimensions()[0];
+  a.M = page_table.dimensions()[1];
+  if (k_pages.dimensions().size() != 4) {
+    return ffi::Error::InvalidArgument("attention: pages must be [P, Z, K, H]");
+  }
+  a.P = k_pages.dimensions()[0];
+  a.Z = k_pages.dimensions()[1];
+  const auto type = k_pages.element_type();
+  const bool shapes =
+      has_shape(k, {a.T, a.K, a.H}) && has_shape(v, {a.T, a.K, a.H}) &&
+      has_shape(k_pages, {a.P, a.Z, a.K, a.H}) && has_shape(v_pages, {a.P, a.Z, a.K, a.H}) &&
+      has_shape(*k_out, {a.P, a.Z, a.K, a.H}) && has_shape(*v_out, {a.P, a.Z, a.K, a.H}) &&
+      has_shape(query_start, {a.S + 1}) && has_shape(page_table, {a.S, a.M}) &&
+      has_shape(*out, {a.T, a.N, a.H});
+  const bool sizes = a.H > 0 && a.H <= kMaxHead && a.K > 0 && a.N % a.K == 0 && a.Z > 0 &&
+                     a.P > 0 && a.M * a.Z <= std::numeric_limits<int32_t>::max();
+  if (!shapes || !sizes) return ffi::Error::InvalidArgument("attention: shapes do not match");
+  if ((type != ffi::DataType::F32 && type != ffi::DataType::BF16) ||
+      v_pages.element_type() != type || k_out->element_type() != type ||
+      v_out->element_type() != type) {
+    return ffi::Error::InvalidArgument("attention: pages must be float32 or bfloat16");
+  }
+  // XLA copies the pages into the results itself where they are not donated.
+  if (k_out->untyped_data() != k_pages.untyped_data() ||
+      v_out->untyped_data() != v_pages.untyped_data()) {
+    return ffi::Error::InvalidArgument("attention: pages and their results are not one buffer");
+  }
+  const Kernels* table = kernels(static_cast<Isa>(isa));
+  if (!table) return ffi::Error::InvalidArgument("attention: instruction set not available");
+  a.q = q.typed_data();
+  a.k = k.typed_data();
+  a.v = v.typed_data();
+  a.k_pages = k_out->untyped_data();
+  a.v_pages = v_out->untyped_data();
+  a.type = type == ffi::DataType::F32 ? Type::kF32 : Type::kBF16;
+  a.query_start = query_start.typed_data();
+  a.kv_lens = kv_lens.typed_data();
+  a.page_table = page_table.typed_data();
+  a.window = window;
+  a.softcap = softcap;
+  a.scale = scale;
+  a.out = out->typed_data();
+  XlaPool pool(threads, limit);
+  const std::string problem = attend(pool, *table, a);
+  if (!problem.empty()) return ffi::Error::InvalidArgument("attention: " + problem);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stoker
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_attention, stoker::attention,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<stoker::Floats>()
+                                  .Arg<stoker::Floats>()
+                                  .Arg<stoker::Floats>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Ret<stoker::Floats>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("softcap")
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("isa")
+                                  .Attr<int64_t>("threads"));

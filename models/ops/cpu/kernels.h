@@ -1,0 +1,110 @@
+// The kernels of one instruction set, as a table of plain functions. The drivers in matmul.cc and
+// attention.cc know only this table.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace stoker {
+
+constexpr int kTile = 16;      // output rows interleaved in a packed weight
+constexpr int kMaxRows = 8;    // activation rows that one micro-kernel call takes at most
+constexpr int kSpan = 256;     // keys that attention takes in one round, aligned by position
+constexpr int kMaxHead = 512;  // widest head
+constexpr int kMaxQueries = 48;           // query rows of one attention tile at most
+constexpr int kQueryFloats = 16 * 1024;   // and their elements at most
+
+enum class Type : int32_t { kF32, kBF16, kF16, kI8, kU8 };
+
+// Scales or minima of one tile: values[g * kTile + row], perhaps times super[sg * kTile + row],
+// sg = g * supers / groups.
+struct Scales {
+  const void* values = nullptr;
+  Type type = Type::kF32;
+  const void* super = nullptr;
+  Type super_type = Type::kF32;
+  int64_t groups = 0;
+  int64_t supers = 0;
+};
+
+// Activation rows ready for a product, `rows` of them interleaved: element c of row i is at
+// (c / 4 * rows + i) * 4 + c % 4 of the codes, block b of row i at b * rows + i of the rest.
+struct Activations {
+  const int8_t* codes;    // int8 kernels
+  const float* scale;     // int8 kernels
+  const int32_t* init;    // int8 kernels: -zero_point * sum of codes
+  const float* values;    // exact kernels: x itself, c * rows + i
+  const float* sum;       // sum of the (quantised) x of a block
+};
+
+// One packed tile times `rows` activation rows, over `blocks` blocks of `block` columns.
+// scale, minimum: float [blocks][kTile]. out [rows, ld]: the first `valid` of kTile are written;
+// `resume` continues from what is there.
+using TileFn = void (*)(const uint8_t* payload, const float* scale, const float* minimum,
+                        const Activations& x, int64_t blocks, int64_t block, int zero_point,
+                        float* out, int64_t ld, int64_t valid, bool resume);
+
+// `count` rows (1..4) of a dense row-major weight [count, C] times x [rows, C].
+using DenseFn = void (*)(const void* weight, int64_t C, int64_t count, const float* x, float* out,
+                         int64_t ld);
+
+// What one attention tile needs to know: `rows` queries (query-major, heads within) and the keys
+// of one span. Row r sees keys [low[r], high[r]) of the span.
+struct AttentionTile {
+  const float* q;        // [rows, H], scaled
+  int64_t rows;
+  int64_t H;
+  const void* const* k;  // `keys` pointers to H elements
+  const void* const* v;
+  int64_t keys;
+  const int32_t* low;
+  const int32_t* high;
+  float softcap;         // 0: none
+  float* out;            // [rows, H], sums of weights times values, not yet divided
+  float* peak;           // [rows]
+  float* total;          // [rows]
+};
+
+struct Kernels {
+  // Subtracted from the zero point of 8-bit codes for `product`, whose dot products do the same.
+  int byte_bias;
+  // x [rows, ld] into interleaved int8 codes; see Activations.
+  void (*quantize)(const float* x, int64_t ld, int rows, int64_t C, int64_t block, int zero_point,
+                   int8_t* codes, float* scale, float* sum, int32_t* init);
+  // x [rows, ld] interleaved as it is, with sums per block.
+  void (*interleave)(const float* x, int64_t ld, int rows, int64_t C, int64_t block, float* values,
+                     float* sum);
+  // float [blocks][kTile] of a tile's scales from block `first` on; a group holds `repeat` blocks.
+  void (*expand)(const Scales& scales, int64_t first, int64_t blocks, int64_t repeat, float* out);
+  TileFn product[2][2][kMaxRows];  // [8-bit codes][minimum][rows - 1]
+  TileFn exact[2][2][kMaxRows];
+  DenseFn dense[3][kMaxRows];      // [Type][rows - 1]
+  void (*attend[3])(const AttentionTile& tile);  // [Type of the pages]
+  // Folds a later span's (peak, total, out) of `rows` rows into an earlier one's.
+  void (*merge)(int64_t rows, int64_t H, float* peak, float* total, float* out,
+                const float* next_peak, const float* next_total, const float* next_out);
+  void (*store_bf16)(const float* x, int64_t n, uint16_t* out);
+  // SiLU (kind 0) or tanh-GELU (kind 1) of gate, times up; all [n].
+  void (*gated)(const float* gate, const float* up, int64_t n, int kind, float* out);
+  // x [D] over its root mean square, times weight.
+  void (*rms_norm)(const float* x, const float* weight, int64_t D, float eps, float* out);
+};
+
+enum class Isa : int32_t { kBest = 0, kPortable = 1, kAvx2 = 2, kAvx512 = 3 };
+
+// The best set this processor has.
+Isa best_isa();
+// The table of `isa`, or nullptr where this build or processor lacks it.
+const Kernels* kernels(Isa isa);
+
+namespace portable {
+const Kernels& table();
+}
+namespace avx2 {
+const Kernels& table();
+}
+namespace avx512 {
+const Kernels& table();
+}
+
+}  // namespace stoker

@@ -1,0 +1,64 @@
+// Exponentials and what is made of them: gates, norms, rounding to bfloat16.
+namespace stoker::STOKER_ISA {
+
+// e^x to about 2 units in the last place; 0 below -87. Range reduction by powers of two, then the
+// polynomial of Cephes expf (S. Moshier).
+STOKER_INLINE F exponential(F x) {
+  const F clamped = min(max(x, set1(-87.0f)), set1(88.0f));
+  const F n = to_float(to_int(mul(clamped, set1(1.44269504088896341f))));
+  F r = fma(n, set1(-0.693359375f), clamped);
+  r = fma(n, set1(2.12194440e-4f), r);
+  F p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = add(fma(p, mul(r, r), r), set1(1.0f));
+  return where_above(x, -87.0f, mul(p, power_of_two(n)));
+}
+
+STOKER_INLINE F hyperbolic_tangent(F x) {
+  const F twice = exponential(add(x, x));
+  return sub(set1(1.0f), div(set1(2.0f), add(twice, set1(1.0f))));
+}
+
+STOKER_INLINE F activation(F x, int kind) {
+  if (kind == 0) return div(x, add(set1(1.0f), exponential(sub(zero(), x))));
+  const F cube = mul(mul(x, x), x);
+  const F inner = mul(set1(0.7978845608f), fma(set1(0.044715f), cube, x));
+  return mul(mul(set1(0.5f), x), add(set1(1.0f), hyperbolic_tangent(inner)));
+}
+
+static void gated(const float* gate, const float* up, int64_t n, int kind, float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t m = std::min<int64_t>(kLanes, n - i);
+    store_n(out + i, mul(activation(load_n(gate + i, m), kind), load_n(up + i, m)), m);
+  }
+}
+
+static void rms_norm(const float* x, const float* weight, int64_t D, float eps, float* out) {
+  F squares = zero();
+  for (int64_t i = 0; i < D; i += kLanes) {
+    const F v = load_n(x + i, std::min<int64_t>(kLanes, D - i));
+    squares = fma(v, v, squares);
+  }
+  const float mean = reduce_add(squares) / static_cast<float>(D);
+  const F factor = set1(1.0f / std::sqrt(mean + eps));
+  for (int64_t i = 0; i < D; i += kLanes) {
+    const int64_t m = std::min<int64_t>(kLanes, D - i);
+    store_n(out + i, mul(mul(load_n(x + i, m), factor), load_n(weight + i, m)), m);
+  }
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+static void store_bf16(const float* x, int64_t n, uint16_t* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+    out[i] = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40 : rounded);
+  }
+}
+
+}  // namespace stoker::STOKER_ISA

@@ -1,0 +1,35 @@
+// Activation rows times several weights, split over threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace stoker {
+
+// One weight [R, C] of a product, and where its result goes.
+struct Weight {
+  bool packed = false;          // interleaved codes, or dense rows of `type`
+  Type type = Type::kF32;       // of a dense weight
+  bool byte_codes = false;      // 8-bit codes, else 4-bit
+  const void* data = nullptr;   // packed: [R / kTile, C * kTile * bits / 8]; dense: [R, C]
+  int64_t R = 0;
+  int64_t group = 0;            // columns that share a scale
+  int64_t block = 0;            // columns that share an activation scale; divides group
+  int32_t zero_point = 0;       // of the unsigned codes
+  Scales scale;                 // of the first tile; tiles follow each other
+  Scales minimum;               // values == nullptr: none
+  float* out = nullptr;         // [T, R]
+};
+
+// Bytes that `multiply` needs at `scratch`.
+size_t scratch_bytes(const Weight* weights, int count, int64_t T, int64_t C, bool exact);
+
+// out = x [T, C] times each weight's transpose. With `exact`, activations stay float32; else they
+// are quantised to int8 for packed weights. C is a multiple of each packed weight's group.
+void multiply(Pool& pool, const Kernels& kernels, const float* x, int64_t T, int64_t C,
+              const Weight* weights, int count, bool exact, uint8_t* scratch);
+
+}  // namespace stoker

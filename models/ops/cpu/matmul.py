@@ -1,0 +1,129 @@
+"""Products with packed, bfloat16, float16 or float32 weights, by the compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import StokerError
+from .library import ISAS, load, why_unavailable
+from .packed import PackedArray
+
+#: What the kernels multiply with.
+Multiplicand = jax.Array | PackedArray
+ACTIVATIONS = ("int8", "float32")
+_DENSE = (jnp.float32, jnp.bfloat16, jnp.float16)
+_FLOAT_BYTES = 4
+
+
+def matmul(
+    x: jax.Array,
+    weight: Multiplicand,
+    *,
+    activations: str = "int8",
+    isa: str = "best",
+    threads: int = 0,
+) -> jax.Array:
+    """`x [T, C]` times the transpose of `weight [R, C]`, giving `[T, R]` in x's dtype.
+
+    See `products`, of which this is the case of one weight.
+    """
+    return products(x, (weight,), activations=activations, isa=isa, threads=threads)[0]
+
+
+def products(
+    x: jax.Array,
+    weights: Sequence[Multiplicand],
+    *,
+    activations: str = "int8",
+    isa: str = "best",
+    threads: int = 0,
+) -> tuple[jax.Array, ...]:
+    """`x [T, C]` times the transpose of each weight `[R_i, C]`, giving `[T, R_i]` in x's dtype.
+
+    One foreign call: x is read and quantised once, and the threads meet once. Sums are float32. A
+    row's bits depend on that row and the weight only: not on T, its neighbours or the threads.
+
+    Args:
+      x: float32, bfloat16 or float16; computed with as float32.
+      weights: packed arrays, or dense ones of float32, bfloat16 or float16; any mixture.
+      activations: "int8" quantises x for packed weights, a scale to each block of at most 32
+        columns (as llama.cpp does); "float32" keeps x as it is. Dense weights always use float32.
+      isa: one of `library.ISAS`.
+      threads: most threads to use; 0 for all that XLA has.
+
+    Raises:
+      StokerError: the kernels are not available, or shapes or types do not fit.
+    """
+    if load() is None:
+        raise StokerError(str(why_unavailable()))
+    isa_index = isa_number(isa)
+    if activations not in ACTIVATIONS:
+        raise StokerError(f"activations '{activations}' must be one of {', '.join(ACTIVATIONS)}")
+    if x.ndim != 2 or x.dtype not in _DENSE:
+        raise StokerError(f"x is {x.dtype}{list(x.shape)}; a product needs a matrix of floats")
+    for weight in weights:
+        _check(weight, x.shape[1])
+
+    T, C = x.shape
+    exact = activations == "float32"
+    operands = [leaf for weight in weights for leaf in jax.tree.leaves(weight)]
+    shapes = [jax.ShapeDtypeStruct((T, weight.shape[0]), jnp.float32) for weight in weights]
+    shapes.append(jax.ShapeDtypeStruct((_scratch_bytes(weights, T, C, exact),), jnp.uint8))
+    call = jax.ffi.ffi_call("stoker_matmul", shapes, vmap_method="sequential")
+    *results, _ = call(
+        x.astype(jnp.float32),
+        *operands,
+        weights=np.array([field for weight in weights for field in _fields(weight)], np.int64),
+        exact=exact,
+        isa=np.int64(isa_index),
+        threads=np.int64(threads),
+    )
+    return tuple(result.astype(x.dtype) for result in results)
+
+
+def isa_number(isa: str) -> int:
+    """The number of an instruction set in kernels.h; StokerError where this processor lacks it."""
+    library = load()
+    available = ("best", *(library.isas if library else ()))
+    if isa not in available:
+        raise StokerError(f"instruction set '{isa}' is not among {', '.join(available)}")
+    return ISAS.index(isa)
+
+
+def _check(weight: Multiplicand, C: int) -> None:
+    """Raises StokerError unless `weight` is a matrix of C columns that the kernels can read."""
+    if weight.ndim != 2 or weight.shape[1] != C:
+        raise StokerError(f"weight of shape {list(weight.shape)} does not take rows of {C} columns")
+    if not isinstance(weight, PackedArray):
+        if weight.dtype not in _DENSE:
+            raise StokerError(f"weight of type {weight.dtype} must be float32, bfloat16 or float16")
+        return
+    tiles, groups = weight.payload.shape[0], C // weight.group
+    if C % weight.group or weight.scale.shape != (tiles, groups, 16):
+        raise StokerError(
+            f"packed weight of shape {list(weight.shape)} has scales {list(weight.scale.shape)}; "
+            f"a shard must hold whole groups of {weight.group} columns and whole tiles of 16 rows"
+        )
+
+
+def _fields(weight: Multiplicand) -> tuple[int, ...]:
+    """What the handler must know beyond shapes: bits, group, block, zero point, flags."""
+    if not isinstance(weight, PackedArray):
+        return (0, 0, 0, 0, 0)
+    optional = (weight.minimum, weight.super_scale, weight.super_minimum)
+    flags = sum(1 << bit for bit, leaf in enumerate(optional) if leaf is not None)
+    return (weight.bits, weight.group, weight.block, weight.zero_point, flags)
+
+
+def _scratch_bytes(weights: Sequence[Multiplicand], T: int, C: int, exact: bool) -> int:
+    """Room for x prepared once for each distinct block size and zero point; see matmul.cc."""
+    kinds = {(w.block, w.zero_point) for w in weights if isinstance(w, PackedArray)}
+    per_kind = (
+        (T * C * _FLOAT_BYTES if exact else T * C) + 3 * T * (C // block) * _FLOAT_BYTES + 4 * 64
+        for block, _ in kinds
+    )
+    return sum(per_kind)

@@ -1,0 +1,132 @@
+// Eight lanes of AVX2 with FMA; see vector_avx512.h for what each name means.
+namespace stoker::STOKER_ISA {
+
+constexpr int kLanes = 8;
+constexpr int kScoreRows = 6;
+constexpr int kScoreVectors = 2;
+// dot4 takes 8-bit codes less 128: a product of two pairs of bytes must fit 16 bits.
+constexpr int kByteBias = 128;
+using F = __m256;
+using I = __m256i;
+
+STOKER_INLINE I first(int64_t n) {
+  const I lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(n)), lanes);
+}
+STOKER_INLINE F zero() { return _mm256_setzero_ps(); }
+STOKER_INLINE F set1(float x) { return _mm256_set1_ps(x); }
+STOKER_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
+STOKER_INLINE F load_n(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
+STOKER_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+STOKER_INLINE void store_n(float* p, F x, int64_t n) { _mm256_maskstore_ps(p, first(n), x); }
+STOKER_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
+STOKER_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+STOKER_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+STOKER_INLINE F div(F a, F b) { return _mm256_div_ps(a, b); }
+STOKER_INLINE F max(F a, F b) { return _mm256_max_ps(a, b); }
+STOKER_INLINE F min(F a, F b) { return _mm256_min_ps(a, b); }
+STOKER_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+STOKER_INLINE F abs(F a) { return _mm256_andnot_ps(set1(-0.0f), a); }
+STOKER_INLINE F where_above(F x, float limit, F y) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, set1(limit), _CMP_GT_OQ), y);
+}
+STOKER_INLINE F select(int64_t low, int64_t high, F x, F other) {
+  const I mask = _mm256_andnot_si256(first(low), first(high));
+  return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(mask));
+}
+STOKER_INLINE F power_of_two(F n) {
+  const I biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+
+STOKER_INLINE I set1(int32_t x) { return _mm256_set1_epi32(x); }
+STOKER_INLINE I load_bytes(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+STOKER_INLINE I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+STOKER_INLINE I high_nibbles(I x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+STOKER_INLINE I byte_of_lane(I x, int j) {
+  return _mm256_and_si256(_mm256_srli_epi32(x, 8 * j), set1(255));
+}
+STOKER_INLINE I add(I a, I b) { return _mm256_add_epi32(a, b); }
+STOKER_INLINE F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+STOKER_INLINE I to_int(F x) { return _mm256_cvtps_epi32(x); }
+STOKER_INLINE void store_int8(int8_t* p, I x) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+STOKER_INLINE int32_t reduce_add(I x) {
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+template <bool kSmall>
+STOKER_INLINE I dot4(I acc, I w, const int8_t* a) {
+  int32_t four;
+  __builtin_memcpy(&four, a, 4);
+  I signed_a = _mm256_set1_epi32(four);
+  if constexpr (!kSmall) {
+    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    signed_a = _mm256_sign_epi8(signed_a, w);
+    w = _mm256_abs_epi8(w);
+  }
+  const I pairs = _mm256_maddubs_epi16(w, signed_a);
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+STOKER_INLINE F load_half(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+STOKER_INLINE F widen_bf16(__m128i x) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+STOKER_INLINE F load_bf16(const uint16_t* p) {
+  return widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+STOKER_INLINE F load_half_n(const uint16_t* p, int64_t n) {
+  uint16_t copy[8] = {};
+  std::memcpy(copy, p, static_cast<size_t>(n) * sizeof(uint16_t));
+  return load_half(copy);
+}
+STOKER_INLINE F load_bf16_n(const uint16_t* p, int64_t n) {
+  uint16_t copy[8] = {};
+  std::memcpy(copy, p, static_cast<size_t>(n) * sizeof(uint16_t));
+  return load_bf16(copy);
+}
+STOKER_INLINE F load_i8(const int8_t* p) {
+  return to_float(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+STOKER_INLINE F load_u8(const uint8_t* p) {
+  return to_float(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+STOKER_INLINE float reduce_add(F x) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+STOKER_INLINE float reduce_max(F x) {
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+STOKER_INLINE void transpose(F* r) {
+  F t[8], u[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
+}
+
+}  // namespace stoker::STOKER_ISA

@@ -1,0 +1,121 @@
+// Sixteen lanes of AVX-512 with VNNI. The names here are the whole vocabulary of the kernels.
+namespace stoker::STOKER_ISA {
+
+constexpr int kLanes = 16;
+constexpr int kScoreRows = 6;  // register block of attention: rows by vectors of keys or values
+constexpr int kScoreVectors = 4;
+constexpr int kByteBias = 0;
+using F = __m512;
+using I = __m512i;
+
+STOKER_INLINE __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+STOKER_INLINE F zero() { return _mm512_setzero_ps(); }
+STOKER_INLINE F set1(float x) { return _mm512_set1_ps(x); }
+STOKER_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+STOKER_INLINE F load_n(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+STOKER_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+STOKER_INLINE void store_n(float* p, F x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
+STOKER_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+STOKER_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+STOKER_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+STOKER_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
+STOKER_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+STOKER_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
+STOKER_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+STOKER_INLINE F abs(F a) { return _mm512_abs_ps(a); }
+// y where x > limit, else zero.
+STOKER_INLINE F where_above(F x, float limit, F y) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set1(limit), _CMP_GT_OQ), y);
+}
+// x in lanes [low, high), else other.
+STOKER_INLINE F select(int64_t low, int64_t high, F x, F other) {
+  const __mmask16 mask = first(high) & static_cast<__mmask16>(~first(low));
+  return _mm512_mask_mov_ps(other, mask, x);
+}
+// 2^n for whole n in [-126, 127].
+STOKER_INLINE F power_of_two(F n) {
+  const I biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+}
+
+STOKER_INLINE I set1(int32_t x) { return _mm512_set1_epi32(x); }
+STOKER_INLINE I load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+STOKER_INLINE I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+STOKER_INLINE I high_nibbles(I x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+STOKER_INLINE I byte_of_lane(I x, int j) {
+  return _mm512_and_si512(_mm512_srli_epi32(x, static_cast<unsigned>(8 * j)), set1(255));
+}
+STOKER_INLINE I add(I a, I b) { return _mm512_add_epi32(a, b); }
+STOKER_INLINE F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+STOKER_INLINE I to_int(F x) { return _mm512_cvtps_epi32(x); }
+STOKER_INLINE void store_int8(int8_t* p, I x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
+}
+STOKER_INLINE int32_t reduce_add(I x) { return _mm512_reduce_add_epi32(x); }
+// acc + four unsigned bytes of each lane of w times the four signed bytes at a.
+template <bool kSmall>
+STOKER_INLINE I dot4(I acc, I w, const int8_t* a) {
+  int32_t four;
+  __builtin_memcpy(&four, a, 4);
+  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
+}
+
+STOKER_INLINE F load_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+STOKER_INLINE F load_half_n(const uint16_t* p, int64_t n) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
+}
+STOKER_INLINE F widen_bf16(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+STOKER_INLINE F load_bf16(const uint16_t* p) {
+  return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+STOKER_INLINE F load_bf16_n(const uint16_t* p, int64_t n) {
+  return widen_bf16(_mm256_maskz_loadu_epi16(first(n), p));
+}
+STOKER_INLINE F load_i8(const int8_t* p) {
+  return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+STOKER_INLINE F load_u8(const uint8_t* p) {
+  return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+// Sums and maxima over lanes pair lane i with i + 8, then + 4, + 2, + 1.
+STOKER_INLINE float reduce_add(F x) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+STOKER_INLINE float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+
+// rows[i] lane j -> rows[j] lane i.
+STOKER_INLINE void transpose(F* r) {
+  F t[16], u[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    u[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_f32x4(u[i], u[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_f32x4(u[i], u[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_f32x4(u[i + 8], u[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+}  // namespace stoker::STOKER_ISA
