@@ -19,7 +19,7 @@ from stoker.models.loading import load_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -116,7 +116,7 @@ def test_chat_keeps_its_cache(capsys, monkeypatch, model: str) -> None:
     assert first == again
     reused = [int(line.split()[3]) for line in err.splitlines() if line.startswith("prompt")]
     assert reused[0] == 0
-    assert reused[1] > len("<system>s<user>hello<a>")
+    assert reused[1] >= len("<system>s<user>hello<assistant>")
     assert "unknown command /nonsense" in err
     whole = answer(
         capsys, f"--model={model}", "--chat", "--prompt=hello", "--system=s", "--max_tokens=8"

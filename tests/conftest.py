@@ -1,0 +1,33 @@
+"""Real weights for the tests that need them; fetched once, through Stoker's own alias."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+from stoker.models.errors import StokerError
+from stoker.models.loading import Model, load_model
+from stoker.models.sources import resolve
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> pathlib.Path:
+    """The GGUF file of SmolLM2-135M-Instruct (98 MB); a failed download fails the test."""
+    try:
+        return resolve("smollm2-135m")
+    except StokerError as error:
+        pytest.fail(f"these tests need SmolLM2-135M: {error}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: pathlib.Path) -> Model:
+    """SmolLM2-135M-Instruct, loaded."""
+    return load_model(smollm2_path)
+
+
+@pytest.fixture
+def helpers_on_path() -> dict[str, str]:
+    """The environment for a subprocess that imports the modules of tests/helpers."""
+    return os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent / "helpers")}
