@@ -33,7 +33,7 @@ from jinja2.utils import Namespace
 
 MAX_CHARS = 8 << 20
 MAX_SECONDS = 5.0
-_MAX_CHARS_MADE = 1 << 30
+_MAX_CHARS_MADE = 1 << 29
 _MAX_BITS = 4_096
 # A width of four digits, or one that is computed.
 _WIDE_PERCENT = re.compile(r"%[^A-Za-z%]*(?:\d{4}|\*)")

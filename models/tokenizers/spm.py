@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import sentencepiece
-from sentencepiece import sentencepiece_model_pb2 as proto
+from sentencepiece import sentencepiece_model_pb2
 
 from ..errors import StokerError
 from .base import Tokenizer, TokenType, Vocabulary
 
 _SPACE = "\u2581"
+# The generated module makes its classes at run time; type checkers see none of them.
+_proto: Any = sentencepiece_model_pb2
 
 
 class SpmTokenizer(Tokenizer):
@@ -58,10 +61,8 @@ class SpmTokenizer(Tokenizer):
         return data
 
 
-def _model_proto(
-    vocabulary: Vocabulary, scores: Sequence[float], add_space_prefix: bool
-) -> proto.ModelProto:
-    kinds = proto.ModelProto.SentencePiece
+def _model_proto(vocabulary: Vocabulary, scores: Sequence[float], add_space_prefix: bool) -> Any:
+    kinds = _proto.ModelProto.SentencePiece
     byte_tokens = {
         token
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -72,7 +73,7 @@ def _model_proto(
             f"tokenizer.ggml.token_type marks {len(byte_tokens)} byte tokens where byte fallback "
             "needs all 256; convert the model again"
         )
-    model = proto.ModelProto()
+    model = _proto.ModelProto()
     unknown_seen = False
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
         if kind is TokenType.NORMAL and token:
@@ -84,14 +85,15 @@ def _model_proto(
         elif kind is TokenType.UNKNOWN and not unknown_seen:
             piece, piece_kind, unknown_seen = f"  unknown {i}", kinds.UNKNOWN, True
         else:
-            # Found before the library sees the text; it needs a name that no text has (a space is escaped).
+            # Found before the library sees the text. It needs a name that no text has: the
+            # library has no bare spaces.
             piece, piece_kind = f"  {i}", kinds.CONTROL
         model.pieces.add(piece=piece, score=scores[i], type=piece_kind)
     if not unknown_seen:
         # The library insists on one; this id is past the vocabulary and never returned.
         model.pieces.add(piece="  unknown", score=0.0, type=kinds.UNKNOWN)
     trainer = model.trainer_spec
-    trainer.model_type = proto.TrainerSpec.BPE
+    trainer.model_type = _proto.TrainerSpec.BPE
     trainer.vocab_size = len(model.pieces)
     trainer.byte_fallback = bool(byte_tokens)
     normalizer = model.normalizer_spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -165,14 +166,12 @@ class PlainBpe:
         if self.whole_words and "".join(pieces) in self.ids:
             return [self.ids["".join(pieces)]]
         while True:
-            pairs = [p for p in zip(pieces, pieces[1:], strict=False) if p in self.ranks]
+            pairs = [p for p in itertools.pairwise(pieces) if p in self.ranks]
             if not pairs:
                 return [self.ids[piece] for piece in pieces]
             left, right = min(pairs, key=self.ranks.__getitem__)
             at = next(
-                i
-                for i, pair in enumerate(zip(pieces, pieces[1:], strict=False))
-                if pair == (left, right)
+                i for i, pair in enumerate(itertools.pairwise(pieces)) if pair == (left, right)
             )
             pieces[at : at + 2] = [left + right]
 

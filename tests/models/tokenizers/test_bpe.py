@@ -6,6 +6,7 @@ import unicodedata
 
 import pytest
 import vocabularies
+
 from stoker.models.checkpoints.gguf import read_header
 from stoker.models.tokenizers import Tokenizer, tokenizer_from_gguf
 

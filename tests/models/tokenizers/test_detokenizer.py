@@ -6,6 +6,7 @@ import pytest
 import vocabularies
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.models.tokenizers import Detokenizer, Tokenizer, tokenizer_from_gguf
 
 TOKENIZERS = {

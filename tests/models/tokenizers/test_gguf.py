@@ -2,6 +2,7 @@
 
 import pytest
 import vocabularies
+
 from stoker.models.errors import StokerError
 from stoker.models.tokenizers import PRE_TOKENIZERS, tokenizer_from_gguf
 

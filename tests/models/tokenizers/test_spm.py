@@ -5,6 +5,7 @@ import time
 
 import pytest
 import vocabularies
+
 from stoker.models.errors import StokerError
 from stoker.models.tokenizers import Tokenizer, tokenizer_from_gguf
 
