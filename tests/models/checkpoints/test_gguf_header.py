@@ -10,6 +10,7 @@ import zipfile
 import gguf
 import pytest
 from gguf_files import Tiny, entry, raw_gguf, tensor_entry, text, write_gguf
+
 from stoker.models.checkpoints.gguf_header import read_header
 from stoker.models.errors import StokerError
 
