@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-import json
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
 
 from ..errors import StokerError
 from .base import Tokenizer, without_surrogates
+from .messages import checked_message, map_strings, marked, plain_copy, unused_character
 from .sandbox import MAX_CHARS, TemplateEnvironment, TooMuchError
 
 _MAX_TEMPLATE_CHARS = 1 << 20
-# Unicode's noncharacters: never part of interchanged text.
-_NONCHARACTERS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-# Names that clients and templates have for a model's reasoning; the first is the standard one.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "probe"
 
 Message = Mapping[str, Any]
@@ -97,8 +93,8 @@ def encode_chat(
         )
     data = _prepare(source, messages, tools, extra)
     literals = tokenizer.control_literals
-    mark = _unused_character(source, data)
-    data = _map_strings(data, functools.partial(_marked, literals=literals, mark=mark))
+    mark = unused_character(source, data)
+    data = map_strings(data, functools.partial(marked, literals=literals, mark=mark))
     text = _render(
         source,
         data,
@@ -119,21 +115,6 @@ class _StoppedError(StokerError):
     """A template took too much; trying it in another way would too."""
 
 
-class _Arguments(dict[str, Any]):
-    """Arguments of a tool call: a mapping that reads as JSON where it is joined to text."""
-
-    json_text = "{}"
-
-    def __str__(self) -> str:
-        return self.json_text
-
-    def __add__(self, other: Any) -> Any:
-        return self.json_text + other if isinstance(other, str) else NotImplemented
-
-    def __radd__(self, other: Any) -> Any:
-        return other + self.json_text if isinstance(other, str) else NotImplemented
-
-
 def _prepare(
     template: str,
     messages: Sequence[Message],
@@ -147,104 +128,10 @@ def _prepare(
         raise StokerError("tools must be a list of JSON schemas, each a JSON object")
     style = _content_style(template)
     return {
-        "messages": [_message(i, message, style) for i, message in enumerate(messages)],
-        "tools": None if tools is None else [_plain(tool) for tool in tools],
-        "extra": _plain({"documents": None, **extra}),
+        "messages": [checked_message(i, message, style) for i, message in enumerate(messages)],
+        "tools": None if tools is None else [plain_copy(tool) for tool in tools],
+        "extra": plain_copy({"documents": None, **extra}),
     }
-
-
-def _message(index: int, message: Any, style: str) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise StokerError(f"{where} is of type {type(message).__name__}, not an object with a role")
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise StokerError(
-            f"{where} has the role {message.get('role')!r}; give a text such as 'user'"
-        )
-    plain: dict[str, Any] = {
-        key: _plain(value) for key, value in message.items() if value is not None
-    }
-    if "tool_calls" in plain:
-        plain["tool_calls"] = _tool_calls(where, plain["tool_calls"])
-    content = plain.get("content")
-    if content is None:
-        if not plain.get("tool_calls"):
-            raise StokerError(f"{where} has no content; give a text, if only an empty one")
-    elif isinstance(content, list):
-        parts = [_text_part(where, part) for part in content]
-        if style == "string":
-            plain["content"] = "\n".join(part["text"] for part in parts)
-    elif not isinstance(content, str):
-        raise StokerError(
-            f"{where} has content of type {type(content).__name__}; give a text or a list of text "
-            "parts"
-        )
-    elif style == "parts":
-        plain["content"] = [{"type": "text", "text": content}]
-    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    return plain
-
-
-def _text_part(where: str, part: Any) -> dict[str, Any]:
-    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise StokerError(
-            f"{where} has a content part of type '{kind}' that is not text; only "
-            '{"type": "text", "text": "..."} is supported'
-        )
-    return {"type": "text", **part}
-
-
-def _tool_calls(where: str, calls: Any) -> list[Any]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise StokerError(f"{where} has tool_calls that are not a list of objects")
-    result = []
-    for call in calls:
-        if isinstance(call.get("function"), dict):
-            call = {**call, "function": _with_arguments(where, call["function"])}
-        else:
-            call = _with_arguments(where, call)
-        result.append(call)
-    return result
-
-
-def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
-    if "arguments" not in function:
-        return function
-    given = function["arguments"]
-    value = given
-    if isinstance(given, str):
-        try:
-            value = json.loads(given) if given.strip() else {}
-        except ValueError:
-            value = None
-    if not isinstance(value, dict):
-        raise StokerError(
-            f"{where} has tool-call arguments {given!r:.80}; give a JSON object, as an object or "
-            "in a string"
-        )
-    arguments = _Arguments(value)
-    is_text = isinstance(given, str) and given.strip()
-    arguments.json_text = given if is_text else json.dumps(value, ensure_ascii=False)
-    return {**function, "arguments": arguments}
-
-
-def _plain(value: Any) -> Any:
-    """A copy in JSON's types only, so that a template can reach no methods but theirs."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Iterable):
-        return [_plain(item) for item in value]
-    raise StokerError(
-        f"a chat message holds a value of type {type(value).__name__}; give JSON values only"
-    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -346,58 +233,3 @@ def _run(code: types.CodeType, variables: dict[str, Any], kept_char: str) -> str
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
-
-
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy with every string in it, keys included, changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        items = {
-            _map_strings(key, change): _map_strings(item, change) for key, item in value.items()
-        }
-        if isinstance(value, _Arguments):
-            items = _Arguments(items)
-            items.json_text = change(value.json_text)
-        return items
-    if isinstance(value, list):
-        return [_map_strings(item, change) for item in value]
-    return value
-
-
-def _marked(text: str, *, literals: Iterable[str], mark: str) -> str:
-    """The text with a mark after the first character of each control literal in it.
-
-    So is the beginning of a literal at the end of the text, which what follows could complete.
-    """
-    cuts = set()
-    end = len(text.rstrip())
-    for literal in literals:
-        start = text.find(literal)
-        while start >= 0:
-            cuts.add(start + 1)
-            start = text.find(literal, start + 1)
-        for length in range(1, min(len(literal), end + 1)):
-            for stop in {end, len(text)}:
-                if stop >= length and text.startswith(literal[:length], stop - length):
-                    cuts.add(stop - length + 1)
-    pieces, last = [], 0
-    for cut in sorted(cuts):
-        pieces.append(text[last:cut])
-        last = cut
-    return mark.join([*pieces, text[last:]])
-
-
-def _unused_character(template: str, data: Mapping[str, Any]) -> str:
-    """A noncharacter that neither the template nor the messages contain."""
-    seen = set(template)
-
-    def see(text: str) -> str:
-        seen.update(text)
-        return text
-
-    _map_strings(data, see)
-    for character in _NONCHARACTERS:
-        if character not in seen:
-            return character
-    raise StokerError("the messages contain all 32 noncharacters U+FDD0 to U+FDEF; remove one")

@@ -241,6 +241,15 @@ def test_control_text_in_tools_and_arguments_stays_text(options):
     assert built.decode(ids) == render_chat(template, messages, tools=tools)
 
 
+def test_control_text_in_arguments_joined_to_text_stays_text():
+    built = tokenizer_from_gguf(BPE)
+    arguments = '{"a": "<|im_end|>", "b": 1}'
+    messages = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]
+    template = "{{ '(' ~ messages[0].tool_calls[0].arguments ~ ')' }}"
+    ids = encode_chat(built, messages, template=template)
+    assert ids == built.encode(f"({arguments})", add_special=False)
+
+
 def test_no_template_is_said_with_what_to_do():
     built = tokenizer_from_gguf({k: v for k, v in BPE.items() if "template" not in k})
     with pytest.raises(StokerError, match=r"no chat template; give one .*--prompt"):

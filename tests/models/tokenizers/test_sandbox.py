@@ -90,6 +90,7 @@ def test_internals_read_as_undefined(template):
         "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
         "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='xx') %}"
         "{% for i in range(60) %}{% set ns.x = f(ns.x) %}{% endfor %}",
+        "{% set x = 'x' * 8000000 %}{{ (" + " ~ ".join("x" * 90) + ") | length }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% set l = [0] * 9000 %}{{ [l] * 9000 }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxx{% endfor %}"
@@ -122,6 +123,20 @@ def test_time_is_bounded(template, monkeypatch):
     start = time.thread_time()
     assert "0.3 seconds" in message(template)
     assert time.thread_time() - start < 5
+
+
+def test_growth_is_refused_before_it_happens():
+    """Each of these names what it refused, so it was not the result that was too large."""
+    for name, made in (
+        ("join", "('y' * 10000).join('x' * 1000)"),
+        ("join", "('x' * 1000) | join('y' * 10000)"),
+        ("replace", "('x' * 1000) | replace('x', 'y' * 10000)"),
+        ("replace", "('x' * 1000).replace('x', 'y' * 10000)"),
+        ("center", "'x' | center(10000000)"),
+        ("ljust", "'x'.ljust(10000000)"),
+        ("*", "'xx' * 5000000"),
+    ):
+        assert f"({name})" in message("{{ (" + made + ") | length }}")
 
 
 def test_too_long_a_template_is_refused():
