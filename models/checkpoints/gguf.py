@@ -120,11 +120,10 @@ class GGUFCheckpoint:
 
     def release(self, name: str) -> None:
         """Lets the system drop a tensor's pages from memory; reading it again still works."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        info = self.tensors[name]
-        start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self._maps[name].madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            # The whole file's: reading a neighbour maps up to 2 MB around it, and so brings back
+            # pages of tensors that were released before.
+            self._maps[name].madvise(mmap.MADV_DONTNEED)
 
 
 def _check_split(headers: list[GGUFHeader]) -> None:

@@ -207,100 +207,6 @@ def test_a_windowed_context_that_is_never_reached_is_fine():
     assert _config(Tiny(), **{"llama.attention.sliding_window": 256}).max_positions == 256
 
 
-MATRIX, VECTOR = np.ones((64, 64), np.float32), np.ones(64, np.float32)
-BIASED = TINIES["bias"]
-BAD = {
-    "no_block_count": ({"llama.block_count": None}, {}, "'llama.block_count' is missing"),
-    "no_context": ({"llama.context_length": None}, {}, "'llama.context_length' is missing"),
-    "no_width": ({"llama.embedding_length": None}, {}, "'llama.embedding_length' is missing"),
-    "no_ff": ({"llama.feed_forward_length": None}, {}, "'llama.feed_forward_length' is missing"),
-    "no_heads": ({"llama.attention.head_count": None}, {}, "head_count' is missing"),
-    "no_eps": (
-        {"llama.attention.layer_norm_rms_epsilon": None},
-        {},
-        "'llama.attention.layer_norm_rms_epsilon' is missing",
-    ),
-    "heads_0": ({"llama.attention.head_count": 0}, {}, "head_count must be at least 1"),
-    "heads_text": ({"llama.attention.head_count": "8"}, {}, "not '8'"),
-    "heads_by_layer": ({"llama.attention.head_count_kv": [2, 2]}, {}, "head_count_kv' must be one"),
-    "uneven": ({"llama.attention.head_count_kv": 3}, {}, "8 query heads cannot share 3"),
-    "layers_many": ({"llama.block_count": 4_000_000_000}, {}, "only 21 tensors"),
-    "layers_more": ({"llama.block_count": 3}, {}, "lacks tensors 'blk.2."),
-    "layers_fewer": ({"llama.block_count": 1}, {}, "'blk.1.attn_k.weight'"),
-    "width": ({"llama.embedding_length": 128}, {}, "where the configuration needs [512, 128]"),
-    "ff_huge": ({"llama.feed_forward_length": 1 << 31}, {}, "needs [64, 2147483648]"),
-    "head_huge": (
-        {"llama.attention.key_length": 1 << 31, "llama.attention.value_length": 1 << 31},
-        {},
-        "'blk.0.attn_q.weight' has shape [64, 64]|'blk.0.attn_k.weight' has shape",
-    ),
-    "value_width": ({"llama.attention.value_length": 16}, {}, "value_length differs"),
-    "rope_width": ({"llama.rope.dimension_count": 10}, {}, "rotary width 10"),
-    "rope_base": ({"llama.rope.freq_base": -1.0}, {}, "must be positive"),
-    "eps_nan": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, {}, "not nan"),
-    "yarn": ({"llama.rope.scaling.type": "yarn"}, {}, "'yarn', which is not supported"),
-    "dynamic": ({"llama.rope.scaling.type": "dynamic"}, {}, "'dynamic'"),
-    "linear_bare": (
-        {"llama.rope.scaling.type": "linear"},
-        {},
-        "scale_linear' is missing|scaling.factor' is missing",
-    ),
-    "attn_factor": ({"llama.rope.scaling.attn_factor": 1.2}, {}, "rope.scaling.attn_factor"),
-    "experts": ({"llama.expert_count": 8}, {}, "'llama.expert_count' is 8"),
-    "window": ({"llama.attention.sliding_window": 32}, {}, "attention.sliding_window is 32"),
-    "encoder": ({"llama.attention.causal": False}, {}, "'llama.attention.causal' is False"),
-    "logit_scale": ({"llama.logit_scale": 0.5}, {}, "'llama.logit_scale' is 0.5"),
-    "architecture": ({}, {}, "general.architecture is 'zzz'"),
-    "extra": ({}, {"blk.0.foo.weight": MATRIX}, "'blk.0.foo.weight', which family 'llama'"),
-    "extras": (
-        {},
-        {f"x.{index}.weight": VECTOR for index in range(5)},
-        "'x.0.weight', 'x.1.weight', 'x.2.weight' and 2 more",
-    ),
-    "output_bias": ({}, {"blk.1.attn_output.bias": VECTOR}, "'blk.1.attn_output.bias'"),
-    "one_bias": (
-        {},
-        {"blk.1.attn_k.bias": np.ones(16, np.float32)},
-        "lacks tensors 'blk.0.attn_k.bias', 'blk.0.attn_q.bias'",
-    ),
-    "no_embedding": ({}, {"token_embd.weight": None}, "'token_embd.weight' is missing"),
-    "no_norm": ({}, {"output_norm.weight": None}, "lacks tensor 'output_norm.weight'"),
-    "no_down": ({}, {"blk.1.ffn_down.weight": None}, "lacks tensor 'blk.1.ffn_down.weight'"),
-    "transposed": (
-        {},
-        {"blk.0.ffn_down.weight": np.ones((160, 64), np.float32)},
-        "'blk.0.ffn_down.weight' has shape [160, 64] where the configuration needs [64, 160]",
-    ),
-    "factors": ({}, {"rope_freqs.weight": np.ones(3, np.float32)}, "3 rotary factors for 4"),
-    "factors_shape": ({}, {"rope_freqs.weight": MATRIX}, "'rope_freqs.weight' is F32 of shape"),
-    "vocabulary": ({}, {}, "has 512 tokens but its embedding only 500 rows"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_mismatch_is_named_before_any_tensor_is_read(case, tmp_path, monkeypatch):
-    metadata, tensors, reason = BAD[case]
-    tiny = Tiny()
-    if case == "architecture":
-        tiny = Tiny(architecture="zzz")
-    if case == "vocabulary":
-        cut = np.ones((500, 64), np.float32)
-        tensors = {"token_embd.weight": cut, "output.weight": cut}
-    path = write_gguf(tmp_path / "m.gguf", tiny, metadata=metadata, tensors=tensors)
-
-    def untouched(self, name):
-        assert name == "rope_freqs.weight", f"'{name}' was read before the file was checked"
-        return read(self, name)
-
-    read = GGUFCheckpoint.read
-    monkeypatch.setattr(GGUFCheckpoint, "read", untouched)
-    with pytest.raises(StokerError) as caught:
-        load_model(path)
-    message = str(caught.value)
-    assert any(part in message for part in reason.split("|")), message
-    assert "\n" not in message and len(message) < 300
-
-
 def test_qwen2_reads_its_own_keys(tmp_path):
     tiny = TINIES["qwen2"]
     own = {"qwen2.context_length": 64, "llama.context_length": 4096}
@@ -387,12 +293,15 @@ def test_smollm2(smollm2):
         np.testing.assert_array_equal(densify(weight[np.arange(192)]), want)
 
 
+# On Linux ru_maxrss survives exec, so a child would start at its parent's peak.
 MEASURE = """
-import resource, sys
+import pathlib, re, resource, sys
 from stoker.models.loading import load_model
-unit = 1 if sys.platform == "darwin" else 1024
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if sys.platform == "linux":
+        status = pathlib.Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
 model = load_model(sys.argv[1])
 print(peak() - before, model.file_bytes)
@@ -403,4 +312,7 @@ def test_loading_takes_little_more_memory_than_the_file(smollm2_path):
     command = [sys.executable, "-c", MEASURE, str(smollm2_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     grown, file_bytes = map(float, result.stdout.split())
-    assert grown < 1.6 * file_bytes, f"{grown / 1e6:.0f} MB for a file of {file_bytes / 1e6:.0f} MB"
+    # The parameters alone are nearly the file's size: less would mean a broken measurement.
+    assert 0.9 * file_bytes < grown < 1.6 * file_bytes, (
+        f"{grown / 1e6:.0f} MB for a file of {file_bytes / 1e6:.0f} MB"
+    )
