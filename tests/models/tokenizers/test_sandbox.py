@@ -90,7 +90,7 @@ def test_internals_read_as_undefined(template):
         "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}{% endfor %}",
         "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(x='xx') %}"
         "{% for i in range(60) %}{% set ns.x = f(ns.x) %}{% endfor %}",
-        "{% set x = 'x' * 8000000 %}{{ (" + " ~ ".join("x" * 90) + ") | length }}",
+        "{% set x = 'xxxxxxxxxx' * 700000 %}{{ (" + " ~ ".join("x" * 90) + ") | length }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% set l = [0] * 9000 %}{{ [l] * 9000 }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxx{% endfor %}"
