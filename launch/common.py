@@ -12,7 +12,7 @@ from absl import flags
 
 from ..engine.sampling import SamplingParams
 from ..engine.session import Session
-from ..models.config import DTYPES
+from ..models.config import ACTIVATION_TYPES, DTYPES, PLATFORMS
 from ..models.errors import StokerError
 from ..models.loading import Model, load_model
 from ..models.sources import DEFAULT_MODEL, cache_folder
@@ -23,7 +23,7 @@ SMALLEST_CONTEXT = 1024
 
 
 def define_model_flags(values: flags.FlagValues) -> None:
-    """`--model`, `--dtype`, `--context`, `--stats` and `--cache_programs`."""
+    """Which model, how it is computed, how long a sequence may get, and what to report."""
     flags.DEFINE_string(
         "model",
         DEFAULT_MODEL,
@@ -35,6 +35,22 @@ def define_model_flags(values: flags.FlagValues) -> None:
         None,
         DTYPES,
         "Type of activations and KV cache: float32 unless this is an accelerator, then bfloat16.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "kernels",
+        None,
+        PLATFORMS,
+        "Who does the arithmetic: xla, the reference, or cpu, the compiled kernels; by default the "
+        "fastest that this machine has.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "activations",
+        None,
+        ACTIVATION_TYPES,
+        "What quantised weights are multiplied with: float32, exactly, or int8, fast; by default "
+        "int8 where the CPU kernels run.",
         flag_values=values,
     )
     flags.DEFINE_integer(
@@ -97,7 +113,12 @@ def open_model(values: flags.FlagValues) -> Model:
     """The model that `--model` and `--dtype` name."""
     if values.cache_programs:
         _cache_programs(cache_folder() / "programs")
-    return load_model(values.model, dtype=values.dtype)
+    return load_model(
+        values.model,
+        dtype=values.dtype,
+        kernels=values.kernels,
+        activations=values.activations,
+    )
 
 
 def _cache_programs(folder: Path) -> None:

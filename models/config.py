@@ -11,6 +11,35 @@ from .errors import StokerError
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 DTYPES = ("float32", "bfloat16")
+PLATFORMS = ("xla", "cpu")
+ACTIVATION_TYPES = ("float32", "int8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Who does the arithmetic.
+
+    Attributes:
+      platform: "xla", the reference, which runs anywhere; or "cpu", the compiled kernels.
+      activations: what quantised weights are multiplied with: "float32", the activations as they
+        are, or "int8", where the kernels quantise them on the fly (only on "cpu").
+    """
+
+    platform: str = "xla"
+    activations: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.platform not in PLATFORMS:
+            raise StokerError(
+                f"kernels '{self.platform}' are not known; supported: {', '.join(PLATFORMS)}"
+            )
+        if self.activations not in ACTIVATION_TYPES:
+            raise StokerError(
+                f"activations '{self.activations}' are not known; supported: "
+                f"{', '.join(ACTIVATION_TYPES)}"
+            )
+        if self.activations == "int8" and self.platform != "cpu":
+            raise StokerError("activations 'int8' need the CPU kernels; use float32 with 'xla'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +86,7 @@ class ModelConfig:
       attention_bias: query, key and value projections have biases.
       activation: of the gate, one of `ACTIVATIONS`.
       dtype: what activations and cache are computed and kept in, one of `DTYPES`.
+      kernels: who does the arithmetic.
     """
 
     family: str
@@ -74,6 +104,7 @@ class ModelConfig:
     attention_bias: bool = False
     activation: str = "silu"
     dtype: str = "float32"
+    kernels: Kernels = Kernels()
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pathlib
 import time
@@ -14,15 +15,18 @@ import numpy as np
 
 from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.gguf_blocks import convert
-from .config import ModelConfig
+from .config import Kernels, ModelConfig
 from .errors import StokerError
 from .families import Family, family_for
 from .families.family import ROPE_FACTORS
+from .ops import cpu
 from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
 from .quantized import QuantArray, dequantize
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
 from .tokenizers.gguf import tokenizer_from_gguf
+
+_LOG = logging.getLogger("stoker")
 
 #: Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], None]
@@ -55,6 +59,8 @@ def load_model(
     name: str | os.PathLike[str] = DEFAULT_MODEL,
     *,
     dtype: str | None = None,
+    kernels: str | None = None,
+    activations: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a model by alias, GGUF file (any shard of a split one) or folder.
@@ -65,6 +71,8 @@ def load_model(
     Args:
       name: what `resolve` takes.
       dtype: of activations and cache; by default float32 on CPU and bfloat16 elsewhere.
+      kernels: "xla" or "cpu"; by default what `choose_kernels` says.
+      activations: "float32" or "int8"; likewise.
       progress: told how many bytes of the checkpoint have been read.
 
     Raises:
@@ -76,6 +84,7 @@ def load_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     config = family.config(checkpoint, dtype)
+    config = dataclasses.replace(config, kernels=choose_kernels(kernels, activations))
     check_tensors(checkpoint, family, config)
     tokenizer = tokenizer_from_gguf(checkpoint.metadata)
     # More rows than tokens is padding; fewer would leave tokens without an embedding.
@@ -89,6 +98,28 @@ def load_model(
     seconds = time.perf_counter() - start
     path, size = checkpoint.paths[0], checkpoint.file_bytes
     return Model(str(name), path, config, params, tokenizer, size, seconds)
+
+
+def choose_kernels(platform: str | None = None, activations: str | None = None) -> Kernels:
+    """The kernels to run: those asked for, or the fastest that this machine has.
+
+    On a CPU these are the compiled kernels, with int8 activations; where they are missing, a
+    warning says why and what to do, and the reference serves. Elsewhere it is the reference.
+
+    Raises:
+      StokerError: what was asked for is unknown, or not to be had.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    if platform == "cpu" and not (on_cpu and cpu.load()):
+        why = cpu.why_unavailable() if on_cpu else f"this is a {jax.default_backend()} host"
+        raise StokerError(f"kernels 'cpu' were asked for, but {why}")
+    if platform is None:
+        platform = "cpu" if on_cpu and cpu.load() else "xla"
+        if on_cpu and platform == "xla":
+            _LOG.warning("stoker: %s", cpu.why_unavailable())
+    if activations is None:
+        activations = "int8" if platform == "cpu" else "float32"
+    return Kernels(platform, activations)
 
 
 def check_tensors(checkpoint: GGUFCheckpoint, family: Family, config: ModelConfig) -> None:
@@ -136,8 +167,8 @@ def load_params(
       progress: told how many bytes of tensors have been read.
 
     Returns:
-      The tree of `abstract_params(config)`: quantised matrices as `QuantArray`, dense ones in the
-      file's own type, norms and biases in float32.
+      The tree of `abstract_params(config)`: quantised matrices as `QuantArray` (packed where the
+      CPU kernels run), dense ones in the file's own type, norms and biases in float32.
     """
     abstract = abstract_params(config)
     names, tensors = family.tensor_names(config), checkpoint.tensors
@@ -147,6 +178,8 @@ def load_params(
     for path in sorted(parameters, key=lambda path: -tensors[names[path]].nbytes):
         order = family.row_order(path, config)
         value = _parameter(checkpoint, names[path], parameters[path], order)
+        if config.kernels.platform == "cpu" and isinstance(value, QuantArray):
+            value = cpu.pack(value)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
         checkpoint.release(names[path])
         done += tensors[names[path]].nbytes

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ..sharding import RULES, Rules, sharding
 from .config import ModelConfig
+from .ops.cpu import PackedArray
 from .quantized import QuantArray
 
 #: A nested dict (layers: a tuple of dicts) of weights or of `Parameter`s.
@@ -125,7 +126,7 @@ def place_params(
 
 def is_weight(node: Any) -> bool:
     """Whether a tree walk should stop here: a quantised array counts as one leaf."""
-    return isinstance(node, QuantArray)
+    return isinstance(node, QuantArray | PackedArray)
 
 
 def count_bytes(params: Params) -> int:

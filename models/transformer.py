@@ -72,28 +72,36 @@ def attention_block(
     """Norm, projections, rotary embedding, attention over the pages and output projection."""
     normed = ops.rms_norm(x, weights["attn_norm"], config.norm_eps)
 
-    def heads(name: str, count: int) -> jax.Array:
-        projected = ops.matmul(normed, weights[name])
-        if config.attention_bias:
-            projected = projected + weights[f"{name}_bias"].astype(projected.dtype)
-        return projected.reshape(-1, count, config.head_dim)
-
-    q = ops.rotate(heads("q", config.n_heads), *turn)
-    k = ops.rotate(heads("k", config.n_kv_heads), *turn)
-    v = heads("v", config.n_kv_heads)
-    out, keys, values = ops.attention(q, k, v, *pages, layout, scale=config.head_dim**-0.5)
-    return ops.matmul(out.reshape(x.shape[0], -1), weights["o"]), (keys, values)
+    projections = ops.products(normed, [weights[name] for name in "qkv"], config.kernels)
+    if config.attention_bias:
+        biases = (weights[f"{name}_bias"] for name in "qkv")
+        projections = tuple(
+            projected + bias.astype(projected.dtype)
+            for projected, bias in zip(projections, biases, strict=True)
+        )
+    q, k, v = (projected.reshape(x.shape[0], -1, config.head_dim) for projected in projections)
+    out, keys, values = ops.attention(
+        ops.rotate(q, *turn),
+        ops.rotate(k, *turn),
+        v,
+        *pages,
+        layout,
+        config.kernels,
+        scale=config.head_dim**-0.5,
+    )
+    return ops.matmul(out.reshape(x.shape[0], -1), weights["o"], config.kernels), (keys, values)
 
 
 def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
     """Norm, then down(activation(gate) * up)."""
     normed = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps)
-    gate = ops.activate(ops.matmul(normed, weights["gate"]), config.activation)
-    return ops.matmul(gate * ops.matmul(normed, weights["up"]), weights["down"])
+    gate, up = ops.products(normed, (weights["gate"], weights["up"]), config.kernels)
+    hidden = ops.activate(gate, config.activation) * up
+    return ops.matmul(hidden, weights["down"], config.kernels)
 
 
 def head(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
     """Logits float32 `[T, V]` of the decoder's output `x [T, D]`: final norm, then the head."""
     normed = ops.rms_norm(x, params["final_norm"], config.norm_eps)
     weight = params["embedding"] if config.tied_head else params["head"]
-    return ops.matmul(normed, weight, jnp.dtype("float32"))
+    return ops.matmul(normed, weight, config.kernels, jnp.dtype("float32"))

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 import jax
 
 
-def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(
+    axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
     """A mesh with the named axes and sizes, for example `{"data": 2, "tensor": 4}`.
 
     Shardings follow from those of the arguments (GSPMD), so every axis is of type `Auto`.

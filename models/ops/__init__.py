@@ -1,8 +1,11 @@
-"""The arithmetic of the decoder, one implementation per platform."""
+"""The arithmetic of the decoder. `Kernels` chooses who does it; the answers agree.
 
-from .attention import Layout, attention
+`xla/` is the reference and runs anywhere; `cpu/` are compiled kernels for the CPU.
+"""
+
+from .dispatch import attention, embed, matmul, products
 from .elementwise import activate, rms_norm, rotary_tables, rotate
-from .matmul import embed, matmul
+from .layout import Layout
 
 __all__ = [
     "Layout",
@@ -10,6 +13,7 @@ __all__ = [
     "attention",
     "embed",
     "matmul",
+    "products",
     "rms_norm",
     "rotary_tables",
     "rotate",

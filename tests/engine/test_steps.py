@@ -8,85 +8,93 @@ import jax
 import numpy as np
 import pytest
 from driving import chunk, jitted, page_table, prompt_logits
-from tiny import TINY, random_params
+from tiny import KERNELS, TINY, random_params, variant
 
 from stoker.engine import steps
 from stoker.engine.cache import new_cache
 from stoker.engine.programs import Programs, cache_copies, compile_step
 from stoker.engine.sampling import SamplingParams
 from stoker.engine.session import Session
+from stoker.models.config import ModelConfig
 
 RNG = np.random.default_rng(3)
 PARAMS = random_params(TINY)
 PROMPT = RNG.integers(0, 512, 50).tolist()
 
 
+@pytest.fixture(scope="module", params=KERNELS)
+def config(request: pytest.FixtureRequest) -> ModelConfig:
+    return variant("plain", request.param)
+
+
 @pytest.fixture(scope="module")
-def whole() -> np.ndarray:
-    return prompt_logits(PARAMS, TINY, PROMPT, len(PROMPT))[0]
+def whole(config: ModelConfig) -> np.ndarray:
+    return prompt_logits(PARAMS, config, PROMPT, len(PROMPT))[0]
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 17, 49, 64])
-def test_any_chunking_gives_the_same_logits(size: int, whole: np.ndarray) -> None:
-    logits, _ = prompt_logits(PARAMS, TINY, PROMPT, size)
+def test_any_chunking_gives_the_same_logits(
+    config: ModelConfig, size: int, whole: np.ndarray
+) -> None:
+    logits, _ = prompt_logits(PARAMS, config, PROMPT, size)
     np.testing.assert_allclose(logits, whole, atol=1e-4)
 
 
-def test_padding_changes_nothing(whole: np.ndarray) -> None:
-    logits, _ = prompt_logits(PARAMS, TINY, PROMPT, 16, padded=40)
+def test_padding_changes_nothing(config: ModelConfig, whole: np.ndarray) -> None:
+    logits, _ = prompt_logits(PARAMS, config, PROMPT, 16, padded=40)
     np.testing.assert_allclose(logits, whole, atol=1e-4)
 
 
-def test_several_prompts_share_a_chunk(whole: np.ndarray) -> None:
+def test_several_prompts_share_a_chunk(config: ModelConfig, whole: np.ndarray) -> None:
     """Slots of unequal lengths, one of them without rows, in one flat batch over two steps."""
     others = [RNG.integers(0, 512, n).tolist() for n in (3, 29)]
     prompts = [others[0], PROMPT, [], others[1]]
     table = page_table(4, 8)
-    cache = new_cache(TINY, 32)
-    run = jitted(steps.prefill_logits, TINY)
+    cache = new_cache(config, 32)
+    run = jitted(steps.prefill_logits, config)
     cache, _ = run(PARAMS, cache, chunk([p[:20] for p in prompts], [0] * 4, table, 80))
     cached = [min(len(p), 20) for p in prompts]
     rest = [p[20:] for p in prompts]
     _, logits = run(PARAMS, cache, chunk(rest, cached, table, 80))
     np.testing.assert_allclose(logits[1], whole, atol=1e-4)
-    alone, _ = prompt_logits(PARAMS, TINY, others[1], 29)
+    alone, _ = prompt_logits(PARAMS, config, others[1], 29)
     np.testing.assert_allclose(logits[3], alone, atol=1e-4)
 
 
-def test_decode_goes_on_like_prefill() -> None:
+def test_decode_goes_on_like_prefill(config: ModelConfig) -> None:
     """Two active slots and an idle one, against running the longer prompts from scratch."""
     table = page_table(3, 8)
-    cache = new_cache(TINY, 24)
+    cache = new_cache(config, 24)
     state = steps.new_state([SamplingParams()] * 3)
     batch = chunk([PROMPT[:33], [5, 6], PROMPT[:9]], [0] * 3, table)
-    cache, state, outputs = jitted(steps.prefill, TINY)(PARAMS, cache, state, batch)
+    cache, state, outputs = jitted(steps.prefill, config)(PARAMS, cache, state, batch)
     replies = [[int(token)] for token in outputs.tokens]
     idle = state.tokens[1], state.lengths[1]
     active = steps.DecodeBatch(np.array([True, False, True]), table)
     for _ in range(20):
-        cache, state, outputs = jitted(steps.decode, TINY)(PARAMS, cache, state, active)
+        cache, state, outputs = jitted(steps.decode, config)(PARAMS, cache, state, active)
         for slot in (0, 2):
             replies[slot].append(int(outputs.tokens[slot]))
     assert (state.tokens[1], state.lengths[1]) == idle
     for slot, start in ((0, PROMPT[:33]), (2, PROMPT[:9])):
         for count in (1, 7, 20):
-            logits, _ = prompt_logits(PARAMS, TINY, start + replies[slot][:count], 64)
+            logits, _ = prompt_logits(PARAMS, config, start + replies[slot][:count], 64)
             assert replies[slot][count] == int(logits.argmax())
     # The idle slot's cache is untouched: going on with it now gives its own reply.
     active = steps.DecodeBatch(np.array([False, True, False]), table)
-    cache, state, outputs = jitted(steps.decode, TINY)(PARAMS, cache, state, active)
-    logits, _ = prompt_logits(PARAMS, TINY, [5, 6, replies[1][0]], 3)
+    cache, state, outputs = jitted(steps.decode, config)(PARAMS, cache, state, active)
+    logits, _ = prompt_logits(PARAMS, config, [5, 6, replies[1][0]], 3)
     assert int(outputs.tokens[1]) == int(logits.argmax())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scan_over_decode_equals_the_session(temperature: float) -> None:
+def test_scan_over_decode_equals_the_session(config: ModelConfig, temperature: float) -> None:
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=11, top_p=0.9)
-    session = Session(PARAMS, TINY, context=128)
+    session = Session(PARAMS, config, context=128)
     expected = [token.id for token in session.generate(PROMPT, params)]
     table = page_table(1, 8)
-    cache, state = new_cache(TINY, 8), steps.new_state([params])
-    cache, state, first = jitted(steps.prefill, TINY)(
+    cache, state = new_cache(config, 8), steps.new_state([params])
+    cache, state, first = jitted(steps.prefill, config)(
         PARAMS, cache, state, chunk([PROMPT], [0], table)
     )
     batch = steps.DecodeBatch(np.array([True]), table)
@@ -94,7 +102,7 @@ def test_scan_over_decode_equals_the_session(temperature: float) -> None:
     @jax.jit
     def scanned(cache, state):
         def body(carry, _):
-            cache, state, outputs = steps.decode(PARAMS, *carry, batch, config=TINY)
+            cache, state, outputs = steps.decode(PARAMS, *carry, batch, config=config)
             return (cache, state), outputs.tokens[0]
 
         return jax.lax.scan(body, (cache, state), length=39)
@@ -103,18 +111,18 @@ def test_scan_over_decode_equals_the_session(temperature: float) -> None:
     assert [int(first.tokens[0]), *tokens.tolist()] == expected
 
 
-def test_chunk_size_does_not_change_a_seeded_reply() -> None:
+def test_chunk_size_does_not_change_a_seeded_reply(config: ModelConfig) -> None:
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=5)
     replies = set()
     for chunks in ((1,), (7,), (16, 64), (256,)):
-        session = Session(PARAMS, TINY, context=128, chunks=chunks)
+        session = Session(PARAMS, config, context=128, chunks=chunks)
         replies.add(tuple(token.id for token in session.generate(PROMPT, params)))
     assert len(replies) == 1
 
 
-def _step_arguments() -> dict[str, tuple]:
+def _step_arguments(config: ModelConfig) -> dict[str, tuple]:
     table = page_table(2, 8)
-    cache, state = new_cache(TINY, 16), steps.new_state([SamplingParams()] * 2)
+    cache, state = new_cache(config, 16), steps.new_state([SamplingParams()] * 2)
     batch = chunk([PROMPT[:9], PROMPT[:7]], [0, 0], table)
     return {
         "prefill": (PARAMS, cache, state, batch),
@@ -124,11 +132,11 @@ def _step_arguments() -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("step", ["prefill", "decode", "score"])
-def test_donated_pages_are_never_copied(step: str) -> None:
+def test_donated_pages_are_never_copied(config: ModelConfig, step: str) -> None:
     """No instruction copies a page buffer, and outputs lie where the inputs lay."""
-    arguments = _step_arguments()[step]
+    arguments = _step_arguments(config)[step]
     cache = arguments[1]
-    program = compile_step(getattr(steps, step), TINY, *arguments)
+    program = compile_step(getattr(steps, step), config, *arguments)
     assert cache_copies(program, cache) == []
     before = [pages.unsafe_buffer_pointer() for pages in jax.tree.leaves(cache)]
     new, *_ = program(*arguments)
@@ -136,9 +144,9 @@ def test_donated_pages_are_never_copied(step: str) -> None:
     assert all(pages.is_deleted() for pages in jax.tree.leaves(cache))
 
 
-def test_a_copied_page_buffer_is_noticed() -> None:
+def test_a_copied_page_buffer_is_noticed(config: ModelConfig) -> None:
     """The check above can fail: reading the pages before they are written forces a copy."""
-    arguments = _step_arguments()["decode"]
+    arguments = _step_arguments(config)["decode"]
 
     def copying(params, cache, state, batch, *, config):
         old = cache[0][0].sum()
@@ -148,13 +156,13 @@ def test_a_copied_page_buffer_is_noticed() -> None:
     def undonated(params, cache, state, batch, *, config):
         return jax.tree.map(lambda pages: pages.astype("bfloat16"), cache), state, 0
 
-    assert cache_copies(compile_step(copying, TINY, *arguments), arguments[1])
+    assert cache_copies(compile_step(copying, config, *arguments), arguments[1])
     with pytest.raises(RuntimeError, match="refused its donation"):
-        Programs(TINY).prepare(functools.wraps(steps.decode)(undonated), *arguments)
+        Programs(config).prepare(functools.wraps(steps.decode)(undonated), *arguments)
 
 
-def test_nothing_compiles_after_warm_up() -> None:
-    session = Session(PARAMS, TINY, context=400)
+def test_nothing_compiles_after_warm_up(config: ModelConfig) -> None:
+    session = Session(PARAMS, config, context=400)
     session.warmup()
     known = len(session.programs.compilations)
     compiled = []
@@ -172,8 +180,10 @@ def test_nothing_compiles_after_warm_up() -> None:
     assert (len(session.programs.compilations), session.programs.late) == (known, 0)
 
 
-def test_a_late_compilation_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    session = Session(PARAMS, TINY, context=64, chunks=(8,))
+def test_a_late_compilation_is_counted(
+    config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(PARAMS, config, context=64, chunks=(8,))
     session.warmup()
     session.score(PROMPT)
     assert session.programs.late == 1

@@ -37,7 +37,7 @@ def chunk(
 def prompt_logits(
     params: Params, config: ModelConfig, ids: list[int], size: int, padded: int | None = None
 ) -> tuple[np.ndarray, Cache]:
-    """Logits `[V]` after `ids`, run in chunks of `size` rows (padded to `padded`), and the cache."""
+    """Logits `[V]` after `ids`, run `size` rows at a time (padded to `padded`), and the cache."""
     pages = pages_for(len(ids) + 64)
     cache, table = new_cache(config, pages), page_table(1, pages)
     run = jitted(steps.prefill_logits, config)

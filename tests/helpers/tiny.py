@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from stoker.models.config import ModelConfig, Rope
+from stoker.models.config import Kernels, ModelConfig, Rope
 from stoker.models.parameters import Params, init_params, named_parameters
 
 #: "T-LLAMA": two layers, eight query heads on two KV heads.
@@ -25,6 +25,9 @@ TINY = ModelConfig(
     rope=Rope(theta=10000.0, dims=8),
 )
 
+#: Who does the arithmetic, each to the accuracy of float32.
+KERNELS = {"xla": Kernels("xla"), "cpu": Kernels("cpu", "float32")}
+
 #: Variations that change what is computed, each on top of `TINY`.
 VARIANTS = {
     "plain": {},
@@ -38,8 +41,8 @@ VARIANTS = {
 }
 
 
-def variant(name: str) -> ModelConfig:
-    return dataclasses.replace(TINY, **VARIANTS[name])
+def variant(name: str, kernels: str = "xla") -> ModelConfig:
+    return dataclasses.replace(TINY, kernels=KERNELS[kernels], **VARIANTS[name])
 
 
 def random_params(config: ModelConfig, seed: int = 0) -> Params:

@@ -112,7 +112,7 @@ def test_chat_keeps_its_cache(capsys, monkeypatch, model: str) -> None:
     flags = (f"--model={model}", "--temperature=0", "--max_tokens=8", "--stats", "--system=s")
     status, out, err = run(capsys, chat, *flags)
     assert status == 0
-    first, second, again = [line for line in out.split("\n") if line]
+    first, _, again = [line for line in out.split("\n") if line]
     assert first == again
     reused = [int(line.split()[3]) for line in err.splitlines() if line.startswith("prompt")]
     assert reused[0] == 0

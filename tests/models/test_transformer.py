@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from driving import prompt_logits
-from tiny import VARIANTS, hf_logits, hugging_face, random_params, variant
+from tiny import KERNELS, VARIANTS, hf_logits, hugging_face, random_params, variant
 
 from stoker.engine.sampling import SamplingParams
 from stoker.engine.session import Session
@@ -16,9 +16,10 @@ IDS = RNG.integers(0, 509, 150).tolist()
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_hugging_face(name: str) -> None:
-    config = variant(name)
+def test_logits_equal_hugging_face(name: str, kernels: str) -> None:
+    config = variant(name, kernels)
     params = random_params(config)
     expected = hf_logits(hugging_face(config, params), IDS)
     logits, _ = prompt_logits(params, config, IDS, len(IDS))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import StokerError
-from ..attention import Layout
+from ..layout import Layout
 from .library import load, why_unavailable
 from .matmul import isa_number
 

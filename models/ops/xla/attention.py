@@ -1,43 +1,15 @@
-"""Paged grouped-query attention over a flat token axis: its layout, and the XLA reference."""
+"""Paged grouped-query attention over a flat token axis, in plain XLA."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+
+from ..layout import Layout
 
 #: Cache positions that the reference attends to in one round of its loop.
 BLOCK_TOKENS = 128
 _MASKED = -1e30
-
-
-@struct.dataclass
-class Layout:
-    """Where each row of a flat step sits. Slot s owns rows query_start[s]:query_start[s+1].
-
-    Rows at or past query_start[S] are padding: they write to page 0, which no sequence reads, and
-    their results mean nothing. The last row of a slot has position kv_lens[s] - 1.
-
-    Attributes:
-      query_start: int32 `[S+1]`, rising.
-      kv_lens: int32 `[S]`, tokens in the slot's cache once this step's are appended.
-      page_table: int32 `[S, M]`; position p lives in page page_table[s, p // Z] at offset p % Z.
-      max_query: most rows that one slot has in this step (static).
-    """
-
-    query_start: jax.Array
-    kv_lens: jax.Array
-    page_table: jax.Array
-    max_query: int = struct.field(pytree_node=False, default=1)
-
-    def rows(self, n_rows: int) -> tuple[jax.Array, jax.Array]:
-        """Slot and position of each of T flat rows, int32 `[T]`; padding has position -1."""
-        row = jnp.arange(n_rows, dtype=jnp.int32)
-        slot = jnp.searchsorted(self.query_start[1:], row, side="right").astype(jnp.int32)
-        padding = slot >= self.kv_lens.shape[0]
-        slot = jnp.minimum(slot, self.kv_lens.shape[0] - 1)
-        from_end = self.query_start[slot + 1] - row
-        return slot, jnp.where(padding, -1, self.kv_lens[slot] - from_end)
 
 
 def attention(

@@ -1,0 +1,58 @@
+"""Hands each operation to the implementation that `Kernels` names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ..config import Kernels
+from ..quantized import Weight, densify
+from . import cpu, xla
+from .layout import Layout
+
+#: What a product multiplies with: also the layout that the CPU kernels stream.
+AnyWeight = Weight | cpu.PackedArray
+
+
+def products(
+    x: jax.Array, weights: Sequence[AnyWeight], kernels: Kernels, dtype: jnp.dtype | None = None
+) -> tuple[jax.Array, ...]:
+    """`x [T, C]` times the transpose of each weight `[R_i, C]`: `[T, R_i]` in `dtype` or x's."""
+    if kernels.platform == "cpu":
+        results = cpu.products(x, weights, activations=kernels.activations)
+    else:
+        results = tuple(xla.matmul(x, weight) for weight in weights)
+    return tuple(result.astype(dtype or x.dtype) for result in results)
+
+
+def matmul(
+    x: jax.Array, weight: AnyWeight, kernels: Kernels, dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """`products` with one weight."""
+    return products(x, (weight,), kernels, dtype)[0]
+
+
+def embed(table: AnyWeight, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows `tokens [T]` of `table [V, D]` as `[T, D]` of `dtype`; only these rows are read."""
+    return densify(table[tokens], dtype)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    kernels: Kernels,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Appends this step's keys and values to the pages, then attends causally over live pages.
+
+    Args and results as of `xla.attention`, which says more.
+    """
+    implementation = cpu.attention if kernels.platform == "cpu" else xla.attention
+    return implementation(q, k, v, k_pages, v_pages, layout, scale=scale)

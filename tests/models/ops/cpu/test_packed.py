@@ -1,0 +1,59 @@
+"""The interleaved layout holds exactly what the quantised array held."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantised import FORMATS, random_quant
+
+from stoker.models.errors import StokerError
+from stoker.models.ops import cpu
+from stoker.models.quantized import QuantArray, dequantize
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [16, 37])
+def test_values_survive(name: str, rows: int) -> None:
+    array = random_quant(name, rows)
+    packed = cpu.pack(array)
+    assert packed.shape == array.shape
+    np.testing.assert_array_equal(dequantize(cpu.unpack(packed)), dequantize(array))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_traced_packing_gives_the_same(name: str) -> None:
+    array = jax.tree.map(jnp.asarray, random_quant(name, 20))
+    assert jax.tree.all(jax.tree.map(np.array_equal, cpu.pack(array), jax.jit(cpu.pack)(array)))
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q4_k", "q6_k"])
+def test_takes_no_more_bytes(name: str) -> None:
+    array = random_quant(name, 64)
+    assert cpu.pack(array).nbytes <= array.nbytes
+
+
+def test_rows_are_gathered_under_jit() -> None:
+    array = random_quant("q4_k", 40)
+    rows = jnp.array([39, 0, 17, 17])
+    got = jax.jit(lambda packed, rows: dequantize(packed[rows]))(cpu.pack(array), rows)
+    np.testing.assert_array_equal(got, np.asarray(dequantize(array))[np.asarray(rows)])
+
+
+def test_leading_axes_are_kept() -> None:
+    array = random_quant("q4_1", 32)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf, leaf[::-1]]), array)
+    packed = cpu.pack(stacked)
+    assert packed.shape == (2, *array.shape)
+    second = jax.tree.map(lambda leaf: leaf[1], packed)
+    np.testing.assert_array_equal(
+        dequantize(cpu.unpack(second)), np.asarray(dequantize(array))[::-1]
+    )
+
+
+def test_odd_groups_are_refused_by_name() -> None:
+    array = QuantArray(np.zeros((16, 12), np.int8), np.ones((16, 2), np.float32), group=6)
+    assert not cpu.can_pack(array)
+    with pytest.raises(StokerError, match=r"\[16, 12\] has 6 columns"):
+        cpu.pack(array)
