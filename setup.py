@@ -14,10 +14,16 @@ setup(
             sources=sorted(glob(f"{FOLDER}/*.cc")),
             depends=sorted(glob(f"{FOLDER}/*.h")),
             include_dirs=[jax.ffi.include_dir()],
-            # Without contraction an expression has the same bits wherever it is inlined.
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-g0"]
-            # Intrinsics of GCC 12 start from undefined registers on purpose.
-            + ["-Wno-uninitialized", "-Wno-maybe-uninitialized"],
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-g0",
+                # Without contraction an expression has the same bits wherever it is inlined.
+                "-ffp-contract=off",
+                # Intrinsics of GCC 12 start from undefined registers on purpose.
+                "-Wno-uninitialized",
+                "-Wno-maybe-uninitialized",
+            ],
             language="c++",
             py_limited_api=True,
             optional=True,

@@ -9,11 +9,14 @@ namespace {
 
 constexpr int64_t kSerialFloats = 32 << 10;  // appended by the caller alone
 
-// Rows [first, first + rows) of a slot's query rows times heads that share one KV head.
+// For each of `heads` KV heads from `head` on, rows [first, first + rows) of the slot's queries
+// times the query heads that share it.
 struct Task {
-  int64_t slot, head, first, rows;
+  int64_t slot, head, heads, first, rows;
   int64_t span0, span1;  // spans that some row sees
   size_t partial;        // where the partial results of its spans start, in rows
+
+  int64_t all_rows() const { return heads * rows; }
 };
 
 int64_t queries(const Attention& a, int64_t slot) {
@@ -80,16 +83,16 @@ struct Worker {
   alignas(64) float q[kQueryFloats];
 
   int64_t group() const { return a.N / a.K; }
-  // Elements before the task's row r in q and out.
+  // Elements before the task's row r (counted through its heads) in q and out.
   int64_t place(int64_t r) const {
-    const int64_t query = (task.first + r) / group(), member = (task.first + r) % group();
-    return ((a.query_start[task.slot] + query) * a.N + task.head * group() + member) * a.H;
+    const int64_t head = task.head + r / task.rows, row = task.first + r % task.rows;
+    const int64_t query = a.query_start[task.slot] + row / group();
+    return (query * a.N + head * group() + row % group()) * a.H;
   }
 
   void load_queries() {
-    for (int64_t r = 0; r < task.rows; ++r) {
-      const float* from = a.q + place(r);
-      for (int64_t h = 0; h < a.H; ++h) q[r * a.H + h] = from[h] * a.scale;
+    for (int64_t r = 0; r < task.all_rows(); ++r) {
+      k.scale(a.q + place(r), a.scale, a.H, q + r * a.H);
     }
   }
 
@@ -106,7 +109,7 @@ struct Worker {
       seen = std::min<int64_t>(seen, low[r]);
     }
     const int64_t bytes = a.type == Type::kF32 ? 4 : 2;
-    for (int64_t i = 0; i < seen; ++i) keys[i] = values[i] = nullptr;
+    // Nothing reads the pointers before `seen`: their pages may have been given up.
     for (int64_t i = seen; i < count;) {
       const int64_t pos = start + i;
       int64_t at = (token_offset(a, task.slot, pos) + task.head * a.H) * bytes;
@@ -116,14 +119,14 @@ struct Worker {
         values[i] = static_cast<const char*>(a.v_pages) + at;
       }
     }
-    k.attend[static_cast<int>(a.type)](AttentionTile{q, task.rows, a.H, keys, values, count, low,
-                                                     high, a.softcap, out, peak, total});
+    k.attend[static_cast<int>(a.type)](AttentionTile{q, task.heads, task.rows, a.H, keys, values,
+                                                     count, low, high, a.softcap, out, peak,
+                                                     total});
   }
 
   void finish(const float* total, const float* sums) const {
-    for (int64_t r = 0; r < task.rows; ++r) {
-      float* to = a.out + place(r);
-      for (int64_t h = 0; h < a.H; ++h) to[h] = sums[r * a.H + h] / total[r];
+    for (int64_t r = 0; r < task.all_rows(); ++r) {
+      k.scale(sums + r * a.H, 1.0f / total[r], a.H, a.out + place(r));
     }
   }
 };
@@ -137,7 +140,7 @@ void whole_task(const Kernels& k, const Attention& a, const Task& task) {
   worker.span(task.span0, peak, total, out);
   for (int64_t index = task.span0 + 1; index < task.span1; ++index) {
     worker.span(index, next_peak, next_total, next_out);
-    k.merge(task.rows, a.H, peak, total, out, next_peak, next_total, next_out);
+    k.merge(task.all_rows(), a.H, peak, total, out, next_peak, next_total, next_out);
   }
   worker.finish(total, out);
 }
@@ -152,7 +155,7 @@ void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::ve
     for (int64_t index = task.span0; index < task.span1; ++index) units.emplace_back(&task, index);
   }
   const auto row_of = [](const Task& task, int64_t index) {
-    return task.partial + static_cast<size_t>((index - task.span0) * task.rows);
+    return task.partial + static_cast<size_t>((index - task.span0) * task.all_rows());
   };
   parallel_for(pool, static_cast<int64_t>(units.size()), [&](int64_t unit) {
     const auto [task, index] = units[static_cast<size_t>(unit)];
@@ -166,10 +169,29 @@ void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::ve
     float* sums = &out[first * static_cast<size_t>(a.H)];
     for (int64_t index = task.span0 + 1; index < task.span1; ++index) {
       const size_t row = row_of(task, index);
-      k.merge(task.rows, a.H, &peak[first], &total[first], sums, &peak[row], &total[row],
+      k.merge(task.all_rows(), a.H, &peak[first], &total[first], sums, &peak[row], &total[row],
               &out[row * static_cast<size_t>(a.H)]);
     }
     Worker{k, a, task, {}}.finish(&total[first], sums);
+  }
+}
+
+// The tasks of one slot, those that see the most keys first so that threads finish together.
+// Few rows of a slot take all heads in one task, which reads the pages in order of address.
+void add_tasks(const Attention& a, int64_t slot, bool whole_rows, std::vector<Task>* tasks,
+               size_t* partial_rows) {
+  const int64_t group = a.N / a.K, rows = queries(a, slot) * group;
+  const int64_t most = std::clamp<int64_t>(kQueryFloats / a.H, 1, kMaxQueries);
+  const int64_t heads = whole_rows && rows * a.K <= most ? a.K : 1;
+  for (int64_t tile = (rows - 1) / most; tile >= 0; --tile) {
+    const int64_t first = tile * most, n = std::min(most, rows - first);
+    const int64_t lowest = first_seen(a, position(a, slot, first / group));
+    const int64_t highest = position(a, slot, (first + n - 1) / group);
+    for (int64_t head = 0; head < a.K; head += heads) {
+      Task task{slot, head, heads, first, n, lowest / kSpan, highest / kSpan + 1, *partial_rows};
+      *partial_rows += static_cast<size_t>((task.span1 - task.span0) * task.all_rows());
+      tasks->push_back(task);
+    }
   }
 }
 
@@ -180,29 +202,14 @@ std::string attend(Pool& pool, const Kernels& kernels, const Attention& a) {
   if (!problem.empty()) return problem;
 
   std::vector<std::pair<int64_t, int64_t>> rows;  // slot and query of each live row
-  std::vector<Task> tasks;
-  const int64_t group = a.N / a.K;
-  const int64_t most = std::clamp<int64_t>(kQueryFloats / a.H, 1, kMaxQueries);
-  size_t partial_rows = 0;
-  int64_t longest = 0, covered = 0;
+  int64_t covered = 0, spans = 0;
   for (int64_t s = 0; s < a.S; ++s) {
     const int64_t count = queries(a, s);
     if (count == 0) continue;
     std::fill(a.out + covered * a.N * a.H, a.out + a.query_start[s] * a.N * a.H, 0.0f);
     covered = a.query_start[s + 1];
     for (int64_t i = 0; i < count; ++i) rows.emplace_back(s, i);
-    // Late rows see the most keys; they go first, so that threads finish together.
-    for (int64_t tile = (count * group - 1) / most; tile >= 0; --tile) {
-      const int64_t first = tile * most, n = std::min(most, count * group - first);
-      const int64_t lowest = first_seen(a, position(a, s, first / group));
-      const int64_t highest = position(a, s, (first + n - 1) / group);
-      const int64_t span0 = lowest / kSpan, span1 = highest / kSpan + 1;
-      longest = std::max(longest, span1 - span0);
-      for (int64_t head = 0; head < a.K; ++head) {
-        tasks.push_back({s, head, first, n, span0, span1, partial_rows});
-        partial_rows += static_cast<size_t>((span1 - span0) * n);
-      }
-    }
+    spans += (a.kv_lens[s] - 1) / kSpan - first_seen(a, a.kv_lens[s] - count) / kSpan + 1;
   }
   std::fill(a.out + covered * a.N * a.H, a.out + a.T * a.N * a.H, 0.0f);
 
@@ -218,6 +225,14 @@ std::string attend(Pool& pool, const Kernels& kernels, const Attention& a) {
     });
   }
 
+  std::vector<Task> tasks;
+  size_t partial_rows = 0;
+  int64_t longest = 0;
+  const bool whole_rows = pool.threads() == 1 || spans >= 2 * pool.threads();
+  for (int64_t s = 0; s < a.S; ++s) {
+    if (queries(a, s) > 0) add_tasks(a, s, whole_rows, &tasks, &partial_rows);
+  }
+  for (const Task& task : tasks) longest = std::max(longest, task.span1 - task.span0);
   const int64_t count = static_cast<int64_t>(tasks.size());
   if (longest > 1 && count < 4 * pool.threads()) {
     split_tasks(pool, kernels, a, tasks, partial_rows);

@@ -36,14 +36,16 @@ bool to_type(ffi::DataType from, Type* to) {
   }
 }
 
-// Scales or minima [tiles, groups, kTile], perhaps followed by their factors.
-bool read_scales(const ffi::RemainingArgs& args, size_t* next, bool super, int64_t tiles,
-                 Scales* to) {
+// Scales or minima [tiles, groups, kTile].
+bool read_values(const ffi::RemainingArgs& args, size_t* next, int64_t tiles, Scales* to) {
   const auto values = args.get<ffi::AnyBuffer>((*next)++);
   if (!values.has_value() || !to_type(values->element_type(), &to->type)) return false;
-  if (!has_shape(*values, {tiles, to->groups, kTile})) return false;
   to->values = values->untyped_data();
-  if (!super) return true;
+  return has_shape(*values, {tiles, to->groups, kTile});
+}
+
+// Their factors [tiles, supers, kTile].
+bool read_factors(const ffi::RemainingArgs& args, size_t* next, int64_t tiles, Scales* to) {
   const auto factor = args.get<ffi::AnyBuffer>((*next)++);
   if (!factor.has_value() || !to_type(factor->element_type(), &to->super_type)) return false;
   if (factor->dimensions().size() != 3) return false;
@@ -77,8 +79,10 @@ bool read_weight(const ffi::RemainingArgs& args, size_t* next, const int64_t* fi
   if (data->element_type() != ffi::DataType::U8) return false;
   if (!has_shape(*data, {tiles, C / step, 4 * kTile})) return false;
   w->scale.groups = w->minimum.groups = C / w->group;
-  if (!read_scales(args, next, flags & 2, tiles, &w->scale)) return false;
-  return !(flags & 1) || read_scales(args, next, flags & 4, tiles, &w->minimum);
+  if (!read_values(args, next, tiles, &w->scale)) return false;
+  if ((flags & 1) && !read_values(args, next, tiles, &w->minimum)) return false;
+  if ((flags & 2) && !read_factors(args, next, tiles, &w->scale)) return false;
+  return !(flags & 4) || ((flags & 1) && read_factors(args, next, tiles, &w->minimum));
 }
 
 ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,

@@ -48,21 +48,22 @@ using TileFn = void (*)(const uint8_t* payload, const float* scale, const float*
 using DenseFn = void (*)(const void* weight, int64_t C, int64_t count, const float* x, float* out,
                          int64_t ld);
 
-// What one attention tile needs to know: `rows` queries (query-major, heads within) and the keys
-// of one span. Row r sees keys [low[r], high[r]) of the span.
+// What one attention tile needs to know: `rows` queries for each of `heads` neighbouring KV heads,
+// and the keys of one span. Row r of a head sees keys [low[r], high[r]) of the span.
 struct AttentionTile {
-  const float* q;        // [rows, H], scaled
+  const float* q;        // [heads, rows, H], scaled
+  int64_t heads;
   int64_t rows;
   int64_t H;
-  const void* const* k;  // `keys` pointers to H elements
+  const void* const* k;  // `keys` pointers to the first head's H elements; the others follow
   const void* const* v;
   int64_t keys;
   const int32_t* low;
   const int32_t* high;
   float softcap;         // 0: none
-  float* out;            // [rows, H], sums of weights times values, not yet divided
-  float* peak;           // [rows]
-  float* total;          // [rows]
+  float* out;            // [heads, rows, H], sums of weights times values, not yet divided
+  float* peak;           // [heads, rows]
+  float* total;          // [heads, rows]
 };
 
 struct Kernels {
@@ -83,6 +84,7 @@ struct Kernels {
   // Folds a later span's (peak, total, out) of `rows` rows into an earlier one's.
   void (*merge)(int64_t rows, int64_t H, float* peak, float* total, float* out,
                 const float* next_peak, const float* next_total, const float* next_out);
+  void (*scale)(const float* x, float factor, int64_t n, float* out);
   void (*store_bf16)(const float* x, int64_t n, uint16_t* out);
   // SiLU (kind 0) or tanh-GELU (kind 1) of gate, times up; all [n].
   void (*gated)(const float* gate, const float* up, int64_t n, int kind, float* out);

@@ -34,8 +34,12 @@ class Library:
 
 @functools.cache
 def _load() -> Library | str:
-    """The library, or why there is none; registration happens once in a process."""
-    folder = pathlib.Path(__file__).parent
+    """`open_library` of this folder; once in a process."""
+    return open_library(pathlib.Path(__file__).parent)
+
+
+def open_library(folder: pathlib.Path) -> Library | str:
+    """Registers the library in `folder` with XLA; or says why it cannot be used."""
     paths = sorted(folder.glob("stoker_cpu*.so")) + sorted(folder.glob("stoker_cpu*.pyd"))
     if not paths:
         return "the CPU kernels were not compiled when Stoker was installed"
@@ -48,7 +52,7 @@ def _load() -> Library | str:
     except Exception as error:
         # A library for another processor, Python or XLA: the reference serves instead.
         reason = " ".join(str(error).split())
-        return f"the CPU kernels in {paths[-1].name} cannot be used: {reason}"
+        return f"the CPU kernels in {paths[-1].name} cannot be used ({reason})"
     return Library(paths[-1], ISAS[1 : best + 1])
 
 

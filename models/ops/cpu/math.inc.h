@@ -5,7 +5,7 @@ namespace stoker::STOKER_ISA {
 // polynomial of Cephes expf (S. Moshier).
 STOKER_INLINE F exponential(F x) {
   const F clamped = min(max(x, set1(-87.0f)), set1(88.0f));
-  const F n = to_float(to_int(mul(clamped, set1(1.44269504088896341f))));
+  const F n = round(mul(clamped, set1(1.44269504088896341f)));
   F r = fma(n, set1(-0.693359375f), clamped);
   r = fma(n, set1(2.12194440e-4f), r);
   F p = fma(set1(1.9875691500e-4f), r, set1(1.3981999507e-3f));
@@ -14,7 +14,7 @@ STOKER_INLINE F exponential(F x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = add(fma(p, mul(r, r), r), set1(1.0f));
-  return where_above(x, -87.0f, mul(p, power_of_two(n)));
+  return where_above(x, -87.0f, scale_by_power(p, n));
 }
 
 STOKER_INLINE F hyperbolic_tangent(F x) {
@@ -27,6 +27,13 @@ STOKER_INLINE F activation(F x, int kind) {
   const F cube = mul(mul(x, x), x);
   const F inner = mul(set1(0.7978845608f), fma(set1(0.044715f), cube, x));
   return mul(mul(set1(0.5f), x), add(set1(1.0f), hyperbolic_tangent(inner)));
+}
+
+static void scale(const float* x, float factor, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t m = std::min<int64_t>(kLanes, n - i);
+    store_n(out + i, mul(load_n(x + i, m), set1(factor)), m);
+  }
 }
 
 static void gated(const float* gate, const float* up, int64_t n, int kind, float* out) {

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import StokerError
+from ...quantized import QuantArray, dequantize
 from .library import ISAS, load, why_unavailable
 from .packed import PackedArray
 
-#: What the kernels multiply with.
-Multiplicand = jax.Array | PackedArray
+#: What the kernels multiply with as it is, and what products take.
+Readable = jax.Array | PackedArray
+Multiplicand = Readable | QuantArray
 ACTIVATIONS = ("int8", "float32")
 _DENSE = (jnp.float32, jnp.bfloat16, jnp.float16)
 _FLOAT_BYTES = 4
@@ -27,7 +29,7 @@ def matmul(
     isa: str = "best",
     threads: int = 0,
 ) -> jax.Array:
-    """`x [T, C]` times the transpose of `weight [R, C]`, giving `[T, R]` in x's dtype.
+    """`x [T, C]` times the transpose of `weight [R, C]`, giving float32 `[T, R]`.
 
     See `products`, of which this is the case of one weight.
     """
@@ -42,14 +44,15 @@ def products(
     isa: str = "best",
     threads: int = 0,
 ) -> tuple[jax.Array, ...]:
-    """`x [T, C]` times the transpose of each weight `[R_i, C]`, giving `[T, R_i]` in x's dtype.
+    """`x [T, C]` times the transpose of each weight `[R_i, C]`, giving float32 `[T, R_i]`.
 
     One foreign call: x is read and quantised once, and the threads meet once. Sums are float32. A
     row's bits depend on that row and the weight only: not on T, its neighbours or the threads.
 
     Args:
       x: float32, bfloat16 or float16; computed with as float32.
-      weights: packed arrays, or dense ones of float32, bfloat16 or float16; any mixture.
+      weights: packed arrays, or dense ones of float32, bfloat16 or float16; any mixture. A
+        `QuantArray` that was not packed is dequantised anew by every call: it works, slowly.
       activations: "int8" quantises x for packed weights, a scale to each block of at most 32
         columns (as llama.cpp does); "float32" keeps x as it is. Dense weights always use float32.
       isa: one of `library.ISAS`.
@@ -65,24 +68,26 @@ def products(
         raise StokerError(f"activations '{activations}' must be one of {', '.join(ACTIVATIONS)}")
     if x.ndim != 2 or x.dtype not in _DENSE:
         raise StokerError(f"x is {x.dtype}{list(x.shape)}; a product needs a matrix of floats")
+    ready: list[Readable] = []
     for weight in weights:
-        _check(weight, x.shape[1])
+        ready.append(dequantize(weight) if isinstance(weight, QuantArray) else weight)
+        _check(ready[-1], x.shape[1])
 
     T, C = x.shape
     exact = activations == "float32"
-    operands = [leaf for weight in weights for leaf in jax.tree.leaves(weight)]
-    shapes = [jax.ShapeDtypeStruct((T, weight.shape[0]), jnp.float32) for weight in weights]
-    shapes.append(jax.ShapeDtypeStruct((_scratch_bytes(weights, T, C, exact),), jnp.uint8))
+    operands = [leaf for weight in ready for leaf in jax.tree.leaves(weight)]
+    shapes = [jax.ShapeDtypeStruct((T, weight.shape[0]), jnp.float32) for weight in ready]
+    shapes.append(jax.ShapeDtypeStruct((_scratch_bytes(ready, T, C, exact),), jnp.uint8))
     call = jax.ffi.ffi_call("stoker_matmul", shapes, vmap_method="sequential")
     *results, _ = call(
         x.astype(jnp.float32),
         *operands,
-        weights=np.array([field for weight in weights for field in _fields(weight)], np.int64),
+        weights=np.array([field for weight in ready for field in _fields(weight)], np.int64),
         exact=exact,
         isa=np.int64(isa_index),
         threads=np.int64(threads),
     )
-    return tuple(result.astype(x.dtype) for result in results)
+    return tuple(results)
 
 
 def isa_number(isa: str) -> int:
@@ -94,7 +99,7 @@ def isa_number(isa: str) -> int:
     return ISAS.index(isa)
 
 
-def _check(weight: Multiplicand, C: int) -> None:
+def _check(weight: Readable, C: int) -> None:
     """Raises StokerError unless `weight` is a matrix of C columns that the kernels can read."""
     if weight.ndim != 2 or weight.shape[1] != C:
         raise StokerError(f"weight of shape {list(weight.shape)} does not take rows of {C} columns")
@@ -110,7 +115,7 @@ def _check(weight: Multiplicand, C: int) -> None:
         )
 
 
-def _fields(weight: Multiplicand) -> tuple[int, ...]:
+def _fields(weight: Readable) -> tuple[int, ...]:
     """What the handler must know beyond shapes: bits, group, block, zero point, flags."""
     if not isinstance(weight, PackedArray):
         return (0, 0, 0, 0, 0)
@@ -119,7 +124,7 @@ def _fields(weight: Multiplicand) -> tuple[int, ...]:
     return (weight.bits, weight.group, weight.block, weight.zero_point, flags)
 
 
-def _scratch_bytes(weights: Sequence[Multiplicand], T: int, C: int, exact: bool) -> int:
+def _scratch_bytes(weights: Sequence[Readable], T: int, C: int, exact: bool) -> int:
     """Room for x prepared once for each distinct block size and zero point; see matmul.cc."""
     kinds = {(w.block, w.zero_point) for w in weights if isinstance(w, PackedArray)}
     per_kind = (

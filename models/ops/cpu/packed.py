@@ -89,35 +89,38 @@ class PackedArray:
             codes = jax.lax.bitcast_convert_type(codes ^ 128, jnp.int8)
             shift = 128
 
-        def row(values: jax.Array | None) -> jax.Array | None:
-            return None if values is None else values[tile, :, lane]
+        def row(values: jax.Array) -> jax.Array:
+            return values[tile, :, lane]
+
+        def optional(values: jax.Array | None) -> jax.Array | None:
+            return None if values is None else row(values)
 
         return QuantArray(
             codes,
             row(self.scale),
-            row(self.minimum),
-            row(self.super_scale),
-            row(self.super_minimum),
+            optional(self.minimum),
+            optional(self.super_scale),
+            optional(self.super_minimum),
             bits=8,
             zero_point=self.zero_point - shift,
             group=self.group,
         )
 
 
-def block_size(group: int, bits: int) -> int | None:
-    """Columns that share an activation scale, for weights that share one by `group`; None: none fit.
+def block_size(group: int, bits: int) -> int:
+    """Columns that share an activation scale where weights share one by `group`; 0: none fit.
 
     The largest divisor of `group` up to 32 that the kernels' steps (four columns, eight for 4-bit
     codes) divide.
     """
     step = 4 if bits == 8 else 8
     sizes = [size for size in range(step, MAX_BLOCK + 1, step) if group % size == 0]
-    return max(sizes, default=None)
+    return max(sizes, default=0)
 
 
 def can_pack(array: QuantArray) -> bool:
     """Whether `pack` takes this array: its groups must be whole fours of columns."""
-    return block_size(array.group, 8) is not None
+    return block_size(array.group, 8) > 0
 
 
 def pack(array: QuantArray) -> PackedArray:
@@ -134,17 +137,15 @@ def pack(array: QuantArray) -> PackedArray:
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(array))
     xp = jnp if traced else np
     leaves = array if traced else jax.tree.map(np.asarray, array)
-    bits, zero_point = array.bits, array.zero_point
+    bits, codes, zero_point = array.bits, leaves.codes, array.zero_point
     block = block_size(array.group, bits)
-    codes = leaves.codes
     if bits == 4 and block != array.group:
-        unpacked = _nibbles(xp, codes, array.group)
-        if block is None:
-            bits, block, codes = 8, block_size(array.group, 8), unpacked.view(xp.int8)
+        codes = _nibbles(xp, codes, array.group)
+        if block == 0:
+            bits, block = 8, block_size(array.group, 8)
         else:
-            halves = unpacked.reshape(*unpacked.shape[:-1], -1, 2, block // 2)
-            codes = halves[..., 0, :] | halves[..., 1, :] << 4
-            codes = codes.reshape(*unpacked.shape[:-1], -1)
+            halves = codes.reshape(*codes.shape[:-1], -1, 2, block // 2)
+            codes = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
     if bits == 8:
         codes, zero_point = codes.view(xp.uint8) ^ xp.uint8(128), zero_point + 128
     scale, super_scale = _scales(xp, leaves.scale, leaves.super_scale)
@@ -176,8 +177,8 @@ def _nibbles(xp: ModuleType, codes: Any, group: int) -> Any:
 
 
 def _tiled(xp: ModuleType, values: Any, unit: int) -> Any:
-    """`[..., R, X]` as `[..., ceil(R/16), X/unit, 16 * unit]`, runs of `unit` columns kept whole."""
-    *leading, R, X = values.shape
+    """`[..., R, X]` as `[..., R/16, X/unit, 16 * unit]`; runs of `unit` columns stay together."""
+    *leading, R, _ = values.shape
     if R % TILE:
         values = xp.pad(values, [(0, 0)] * len(leading) + [(0, -R % TILE), (0, 0)])
     if xp is np and unit == 4:

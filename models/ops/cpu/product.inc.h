@@ -4,33 +4,54 @@
 // number of rows beside it, so its bits do not depend on its neighbours.
 namespace stoker::STOKER_ISA {
 
-STOKER_INLINE F load_scale(const void* values, Type type, int64_t index) {
-  switch (type) {
-    case Type::kF32:
-      return load(static_cast<const float*>(values) + index);
-    case Type::kBF16:
-      return load_bf16(static_cast<const uint16_t*>(values) + index);
-    case Type::kF16:
-      return load_half(static_cast<const uint16_t*>(values) + index);
-    case Type::kI8:
-      return load_i8(static_cast<const int8_t*>(values) + index);
-    default:
-      return load_u8(static_cast<const uint8_t*>(values) + index);
+// One vector of scales; the type is known where this is inlined, so nothing is decided in loops.
+template <Type kType>
+STOKER_INLINE F load_scale(const void* values, int64_t index) {
+  if constexpr (kType == Type::kF32) return load(static_cast<const float*>(values) + index);
+  if constexpr (kType == Type::kBF16) return load_bf16(static_cast<const uint16_t*>(values) + index);
+  if constexpr (kType == Type::kF16) return load_half(static_cast<const uint16_t*>(values) + index);
+  if constexpr (kType == Type::kI8) return load_i8(static_cast<const int8_t*>(values) + index);
+  return load_u8(static_cast<const uint8_t*>(values) + index);
+}
+
+template <Type kType>
+static void expand_type(const Scales& scales, int64_t first_block, int64_t blocks, int64_t repeat,
+                        float* out) {
+  int64_t group = first_block / repeat, used = first_block % repeat;
+  for (int64_t b = 0; b < blocks; ++b, out += kTile) {
+    for (int lane = 0; lane < kTile; lane += kLanes) {
+      store(out + lane, load_scale<kType>(scales.values, group * kTile + lane));
+    }
+    if (++used == repeat) ++group, used = 0;
+  }
+}
+
+template <Type kType>
+static void multiply_super(const Scales& scales, int64_t first_block, int64_t blocks,
+                           int64_t repeat, float* out) {
+  const int64_t each = scales.groups / scales.supers * repeat;  // blocks that share a factor
+  int64_t super = first_block / each, used = first_block % each;
+  for (int64_t b = 0; b < blocks; ++b, out += kTile) {
+    for (int lane = 0; lane < kTile; lane += kLanes) {
+      const F factor = load_scale<kType>(scales.super, super * kTile + lane);
+      store(out + lane, mul(load(out + lane), factor));
+    }
+    if (++used == each) ++super, used = 0;
   }
 }
 
 static void expand(const Scales& scales, int64_t first_block, int64_t blocks, int64_t repeat,
                    float* out) {
-  for (int64_t b = 0; b < blocks; ++b, out += kTile) {
-    const int64_t group = (first_block + b) / repeat;
-    for (int lane = 0; lane < kTile; lane += kLanes) {
-      F scale = load_scale(scales.values, scales.type, group * kTile + lane);
-      if (scales.super) {
-        const int64_t super = group * scales.supers / scales.groups;
-        scale = mul(scale, load_scale(scales.super, scales.super_type, super * kTile + lane));
-      }
-      store(out + lane, scale);
-    }
+  using Fn = void (*)(const Scales&, int64_t, int64_t, int64_t, float*);
+  static constexpr Fn kExpand[] = {expand_type<Type::kF32>, expand_type<Type::kBF16>,
+                                   expand_type<Type::kF16>, expand_type<Type::kI8>,
+                                   expand_type<Type::kU8>};
+  static constexpr Fn kSuper[] = {multiply_super<Type::kF32>, multiply_super<Type::kBF16>,
+                                  multiply_super<Type::kF16>, multiply_super<Type::kI8>,
+                                  multiply_super<Type::kU8>};
+  kExpand[static_cast<int>(scales.type)](scales, first_block, blocks, repeat, out);
+  if (scales.super) {
+    kSuper[static_cast<int>(scales.super_type)](scales, first_block, blocks, repeat, out);
   }
 }
 

@@ -21,6 +21,7 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
       {{dense<float, kCounts + 1>...}, {dense<Bf16, kCounts + 1>...}, {dense<Half, kCounts + 1>...}},
       {attend<float>, attend<Bf16>, attend<Half>},
       merge,
+      scale,
       store_bf16,
       gated,
       rms_norm,

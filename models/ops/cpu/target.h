@@ -4,6 +4,12 @@
 
 #define STOKER_INLINE static inline __attribute__((always_inline))
 #define STOKER_PRAGMA(text) _Pragma(#text)
+// Unrolled early, a loop over an array of vectors leaves them in registers.
+#if defined(__clang__)
+#define STOKER_UNROLL STOKER_PRAGMA(unroll)
+#else
+#define STOKER_UNROLL STOKER_PRAGMA(GCC unroll 16)
+#endif
 
 #if defined(__clang__)
 #define STOKER_TARGET_BEGIN(isa) \

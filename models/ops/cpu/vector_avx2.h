@@ -13,6 +13,10 @@ STOKER_INLINE I first(int64_t n) {
   const I lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int32_t>(n)), lanes);
 }
+// As assembly, since GCC drops a function that does nothing but __builtin_prefetch.
+STOKER_INLINE void prefetch(const void* p) {
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+}
 STOKER_INLINE F zero() { return _mm256_setzero_ps(); }
 STOKER_INLINE F set1(float x) { return _mm256_set1_ps(x); }
 STOKER_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -34,9 +38,10 @@ STOKER_INLINE F select(int64_t low, int64_t high, F x, F other) {
   const I mask = _mm256_andnot_si256(first(low), first(high));
   return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(mask));
 }
-STOKER_INLINE F power_of_two(F n) {
+STOKER_INLINE F round(F x) { return _mm256_round_ps(x, 8); }
+STOKER_INLINE F scale_by_power(F x, F n) {
   const I biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+  return mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
 }
 
 STOKER_INLINE I set1(int32_t x) { return _mm256_set1_epi32(x); }

@@ -9,6 +9,10 @@ using F = __m512;
 using I = __m512i;
 
 STOKER_INLINE __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+// As assembly, since GCC drops a function that does nothing but __builtin_prefetch.
+STOKER_INLINE void prefetch(const void* p) {
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+}
 STOKER_INLINE F zero() { return _mm512_setzero_ps(); }
 STOKER_INLINE F set1(float x) { return _mm512_set1_ps(x); }
 STOKER_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -32,11 +36,10 @@ STOKER_INLINE F select(int64_t low, int64_t high, F x, F other) {
   const __mmask16 mask = first(high) & static_cast<__mmask16>(~first(low));
   return _mm512_mask_mov_ps(other, mask, x);
 }
-// 2^n for whole n in [-126, 127].
-STOKER_INLINE F power_of_two(F n) {
-  const I biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
-}
+// To the nearest integer, ties to even.
+STOKER_INLINE F round(F x) { return _mm512_roundscale_ps(x, 8); }
+// x * 2^n for whole n in [-126, 127].
+STOKER_INLINE F scale_by_power(F x, F n) { return _mm512_scalef_ps(x, n); }
 
 STOKER_INLINE I set1(int32_t x) { return _mm512_set1_epi32(x); }
 STOKER_INLINE I load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }

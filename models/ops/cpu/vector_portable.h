@@ -12,6 +12,7 @@ typedef uint32_t U __attribute__((vector_size(16)));
 typedef int16_t W __attribute__((vector_size(16)));
 typedef uint16_t UW __attribute__((vector_size(16)));
 
+STOKER_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 STOKER_INLINE F set1(float x) { return F{x, x, x, x}; }
 STOKER_INLINE I set1(int32_t x) { return I{x, x, x, x}; }
 STOKER_INLINE F zero() { return set1(0.0f); }
@@ -42,7 +43,8 @@ STOKER_INLINE F select(int64_t low, int64_t high, F x, F other) {
 STOKER_INLINE F to_float(I x) { return __builtin_convertvector(x, F); }
 // Round half to even: adding 1.5 * 2^23 leaves the integer in the low bits. |x| < 2^22.
 STOKER_INLINE I to_int(F x) { return I(x + set1(12582912.0f)) - set1(0x4b400000); }
-STOKER_INLINE F power_of_two(F n) { return F((to_int(n) + set1(127)) << 23); }
+STOKER_INLINE F round(F x) { return to_float(to_int(x)); }
+STOKER_INLINE F scale_by_power(F x, F n) { return x * F((to_int(n) + set1(127)) << 23); }
 
 STOKER_INLINE I load_bytes(const uint8_t* p) {
   I x;
@@ -70,12 +72,16 @@ STOKER_INLINE I dot4(I acc, I w, const int8_t* a) {
   return acc + low + (I(even) >> 16) + (I(odd) >> 16);
 }
 
-// Half precision by way of the exponent: exact for normal, subnormal and infinite values.
+// Half precision: exponents are rebased, subnormals counted in units of 2^-24 (XLA's threads flush
+// subnormal floats to zero, so these must not become one on the way).
 STOKER_INLINE F widen_half(I x) {
-  const I magnitude = (x & set1(0x7fff)) << 13;
-  const F finite = F(magnitude) * set1(0x1p112f);
-  const I special = (x & set1(0x7c00)) == set1(0x7c00);
-  const I bits = (special & (magnitude | set1(0x7f800000))) | (~special & I(finite));
+  const I exponent = x & set1(0x7c00), mantissa = x & set1(0x3ff);
+  const I normal = ((x & set1(0x7fff)) << 13) + set1(112 << 23);
+  const I subnormal = I(to_float(mantissa) * set1(0x1p-24f));
+  const I special = (mantissa << 13) | set1(0x7f800000);
+  const I is_subnormal = exponent == set1(0), is_special = exponent == set1(0x7c00);
+  const I bits = (is_subnormal & subnormal) | (is_special & special) |
+                 (~is_subnormal & ~is_special & normal);
   return F(bits | ((x & set1(0x8000)) << 16));
 }
 STOKER_INLINE I load_words_n(const uint16_t* p, int64_t n) {
