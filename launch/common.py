@@ -15,7 +15,7 @@ from ..engine.session import Session
 from ..models.config import ACTIVATION_TYPES, DTYPES, PLATFORMS
 from ..models.errors import StokerError
 from ..models.loading import Model, load_model
-from ..models.sources import DEFAULT_MODEL, cache_folder
+from ..models.sources import DEFAULT_MODEL, byte_bar, cache_folder
 
 #: Where `--context` is not given: sessions are rounded up to a power of two from here, so that a
 #: few compiled shapes serve all prompts.
@@ -113,12 +113,14 @@ def open_model(values: flags.FlagValues) -> Model:
     """The model that `--model` and `--dtype` name."""
     if values.cache_programs:
         _cache_programs(cache_folder() / "programs")
-    return load_model(
-        values.model,
-        dtype=values.dtype,
-        kernels=values.kernels,
-        activations=values.activations,
-    )
+    with byte_bar("loading") as progress:
+        return load_model(
+            values.model,
+            dtype=values.dtype,
+            kernels=values.kernels,
+            activations=values.activations,
+            progress=progress,
+        )
 
 
 def _cache_programs(folder: Path) -> None:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ..config import Kernels
-from ..quantized import Weight, densify
+from ..errors import StokerError
+from ..quantized import QuantArray, Weight, densify
 from . import cpu, xla
 from .layout import Layout
 
@@ -21,9 +22,11 @@ def products(
 ) -> tuple[jax.Array, ...]:
     """`x [T, C]` times the transpose of each weight `[R_i, C]`: `[T, R_i]` in `dtype` or x's."""
     if kernels.platform == "cpu":
-        results = cpu.products(x, weights, activations=kernels.activations)
+        results = cpu.products(
+            x, [_packed(weight) for weight in weights], activations=kernels.activations
+        )
     else:
-        results = tuple(xla.matmul(x, weight) for weight in weights)
+        results = tuple(xla.matmul(x, _plain(weight)) for weight in weights)
     return tuple(result.astype(dtype or x.dtype) for result in results)
 
 
@@ -32,6 +35,19 @@ def matmul(
 ) -> jax.Array:
     """`products` with one weight."""
     return products(x, (weight,), kernels, dtype)[0]
+
+
+def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
+    if isinstance(weight, QuantArray):
+        raise StokerError(
+            f"a quantised weight of shape {list(weight.shape)} is not packed for the CPU kernels; "
+            "pack it once with stoker.models.ops.cpu.pack, or load the model with kernels='cpu'"
+        )
+    return weight
+
+
+def _plain(weight: AnyWeight) -> Weight:
+    return cpu.unpack(weight) if isinstance(weight, cpu.PackedArray) else weight
 
 
 def embed(table: AnyWeight, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
