@@ -1,0 +1,267 @@
+"""Paged attention by the compiled kernels, against float64 on one sequence at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stoker.models.errors import StokerError
+from stoker.models.ops import Layout, cpu, xla
+
+LIBRARY = cpu.load()
+assert LIBRARY is not None, cpu.why_unavailable()
+ISAS = LIBRARY.isas
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Rows and context of each slot, and the sizes of heads and pages."""
+
+    rows: tuple[int, ...]
+    lens: tuple[int, ...]
+    N: int = 6
+    K: int = 2
+    H: int = 16
+    Z: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    dtype: str = "float32"
+    padding: int = 2
+
+
+CASES = {
+    "one_token": Case((1,), (1,), N=2, K=1, H=8, Z=4),
+    "decode": Case((1, 1, 1), (5, 300, 1000), N=9, K=3, H=64),
+    "empty_slot": Case((1, 0, 7), (5, 99999, 300)),
+    "mixed": Case((50, 1), (600, 20), N=9, K=3, H=64),
+    "window": Case((50, 1), (600, 20), N=4, K=4, H=80, Z=7, window=16),
+    "wide_window_and_cap": Case((50, 3), (600, 520), N=4, K=2, H=20, Z=7, window=270, softcap=3.0),
+    "bfloat16_pages": Case((30, 1), (300, 40), N=16, K=1, H=128, Z=32, dtype="bfloat16"),
+    "widest_head": Case((2,), (30,), N=2, K=1, H=512),
+    "odd_head": Case((9,), (70,), N=3, K=3, H=13, Z=5),
+}
+
+
+def inputs(case: Case, seed: int = 0) -> tuple[tuple[jax.Array, ...], Layout]:
+    """q, k, v and pages; stale and unowned cells of the pages are NaN."""
+    rng = np.random.default_rng(seed)
+    S, T = len(case.rows), sum(case.rows) + case.padding
+    live = [length if n else 0 for n, length in zip(case.rows, case.lens, strict=True)]
+    M = max(-(-length // case.Z) for length in live) + 1
+    P = S * M + 1
+    table = (rng.permutation(P - 1)[: S * M].reshape(S, M) + 1).astype(np.int32)
+    q, k, v = (
+        rng.normal(size=(T, heads, case.H)).astype(np.float32) for heads in (case.N, case.K, case.K)
+    )
+    pages = np.full((2, P, case.Z, case.K, case.H), np.nan, np.float32)
+    for s, length in enumerate(live):
+        position = np.arange(length - case.rows[s])
+        cells = table[s, position // case.Z], position % case.Z
+        pages[:, *cells] = rng.normal(size=(2, len(position), case.K, case.H))
+        first = max(0, length - case.rows[s] - case.window + 1) if case.window else 0
+        table[s, : first // case.Z] = -1  # given up: must not be looked at
+    start = np.concatenate([[0], np.cumsum(case.rows)]).astype(np.int32)
+    layout = Layout(
+        jnp.asarray(start),
+        jnp.asarray(case.lens, jnp.int32),
+        jnp.asarray(table),
+        max(case.rows),
+    )
+    k_pages, v_pages = (jnp.asarray(part, case.dtype) for part in pages)
+    k, v = (np.asarray(jnp.asarray(part, case.dtype), np.float32) for part in (k, v))
+    return (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), k_pages, v_pages), layout
+
+
+def expected(
+    case: Case, arrays: tuple[jax.Array, ...], layout: Layout
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Output and pages, a row at a time in float64."""
+    q, k, v, k_pages, v_pages = (np.array(x, np.float64) for x in arrays)
+    start, table = np.asarray(layout.query_start), np.asarray(layout.page_table)
+    out = np.zeros(q.shape)
+    for s, (n, length) in enumerate(zip(case.rows, case.lens, strict=True)):
+        for i in range(n):
+            position = length - n + i
+            cell = table[s, position // case.Z], position % case.Z
+            k_pages[cell], v_pages[cell] = k[start[s] + i], v[start[s] + i]
+        for i in range(n):
+            last = length - n + i
+            seen = np.arange(max(0, last - case.window + 1) if case.window else 0, last + 1)
+            cells = table[s, seen // case.Z], seen % case.Z
+            for head in range(case.N):
+                kv = head // (case.N // case.K)
+                scores = k_pages[cells][:, kv] @ q[start[s] + i, head] * case.H**-0.5
+                if case.softcap:
+                    scores = case.softcap * np.tanh(scores / case.softcap)
+                weights = np.exp(scores - scores.max())
+                out[start[s] + i, head] = weights @ v_pages[cells][:, kv] / weights.sum()
+    return out, k_pages, v_pages
+
+
+def run(
+    case: Case, arrays: tuple[jax.Array, ...], layout: Layout, **options: object
+) -> tuple[jax.Array, ...]:
+    settings = {"scale": case.H**-0.5, "window": case.window, "softcap": case.softcap}
+    return cpu.attention(*arrays, layout, **(settings | options))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name: str, isa: str) -> None:
+    arrays, layout = inputs(CASES[name])
+    want = expected(CASES[name], arrays, layout)
+    got = run(CASES[name], arrays, layout, isa=isa)
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=3e-6)
+    for pages, exact in zip(got[1:], want[1:], strict=True):
+        np.testing.assert_array_equal(np.asarray(pages, np.float64), exact)
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed"])
+def test_against_the_reference(name: str) -> None:
+    arrays, layout = inputs(CASES[name])
+    want = xla.attention(*arrays, layout, scale=CASES[name].H ** -0.5)[0]
+    got = run(CASES[name], arrays, layout)[0]
+    rows = sum(CASES[name].rows)
+    np.testing.assert_allclose(got[:rows], want[:rows], atol=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("window", [0, 40, 300])
+def test_bits_do_not_depend_on_chunks_slots_or_threads(
+    window: int, softcap: float, isa: str
+) -> None:
+    """A prompt of 700 at once; in chunks; and beside another slot: the same bits for each row."""
+    case = Case((700,), (700,), N=6, K=2, H=32, window=window, softcap=softcap, padding=0)
+    (q, k, v, k_pages, v_pages), layout = inputs(case)
+    whole = np.asarray(run(case, (q, k, v, k_pages, v_pages), layout, isa=isa)[0])
+    for sizes in ([699, 1], [1, 16, 17, 250, 416], [256, 256, 188]):
+        for threads in (1, 0):
+            pages, done, parts = (k_pages, v_pages), 0, []
+            for n in sizes:
+                beside = (jnp.concatenate([x[done : done + n], x[:1]]) for x in (q, k, v))
+                # A second slot of one token, in the last page, which nobody else owns.
+                table = jnp.stack([layout.page_table[0], jnp.full_like(layout.page_table[0], 0)])
+                step = Layout(
+                    jnp.asarray([0, n, n + 1], jnp.int32),
+                    jnp.asarray([done + n, 1], jnp.int32),
+                    table,
+                    n,
+                )
+                out, *pages = run(case, (*beside, *pages), step, isa=isa, threads=threads)
+                parts.append(np.asarray(out)[:n])
+                done += n
+            np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_repeated_runs_give_the_same_bits() -> None:
+    arrays, layout = inputs(CASES["decode"])
+    first = np.asarray(run(CASES["decode"], arrays, layout)[0])
+    for _ in range(50):
+        np.testing.assert_array_equal(run(CASES["decode"], arrays, layout)[0], first)
+
+
+def test_padding_rows_yield_zeros_and_write_nothing() -> None:
+    arrays, layout = inputs(CASES["mixed"])
+    out, k_pages, _ = run(CASES["mixed"], arrays, layout)
+    np.testing.assert_array_equal(out[sum(CASES["mixed"].rows) :], 0)
+    assert np.isnan(np.asarray(k_pages)[0]).all()
+
+
+def test_donated_pages_are_updated_in_place() -> None:
+    arrays, layout = inputs(CASES["decode"])
+    step = jax.jit(lambda *a: run(CASES["decode"], a[:5], a[5]), donate_argnums=(3, 4))
+    # Memory that numpy owns cannot be donated.
+    own = [pages + 0 for pages in arrays[3:]]
+    before = [pages.unsafe_buffer_pointer() for pages in own]
+    _, *after = step(*arrays[:3], *own, layout)
+    assert [pages.unsafe_buffer_pointer() for pages in after] == before
+
+
+def test_pages_that_are_not_donated_stay_as_they_were() -> None:
+    arrays, layout = inputs(CASES["decode"])
+    before = np.array(arrays[3])
+    jax.block_until_ready(jax.jit(lambda *a: run(CASES["decode"], a[:5], a[5]))(*arrays, layout))
+    np.testing.assert_array_equal(arrays[3], before)
+
+
+def test_under_scan() -> None:
+    """Thirty decode steps in one scan equal one prefill."""
+    case = Case((30,), (30,), padding=0)
+    (q, k, v, *pages), layout = inputs(case)
+    want, *filled = run(case, (q, k, v, *pages), layout)
+
+    def step(pages: list[jax.Array], t: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        one = Layout(
+            jnp.asarray([0, 1], jnp.int32), (t + 1)[None].astype(jnp.int32), layout.page_table
+        )
+        row = (jax.lax.dynamic_slice_in_dim(x, t, 1) for x in (q, k, v))
+        out, *pages = run(case, (*row, *pages), one)
+        return pages, out[0]
+
+    decoded, got = jax.lax.scan(step, pages, jnp.arange(30))
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(decoded[0], filled[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("page_table", [[1, 2, 999]], "page 999 of slot 0 is outside the pool of 5 pages"),
+        ("page_table", [[1, -7, 2]], "page -7 of slot 0"),
+        ("kv_lens", [49], "49 cached tokens; it needs at least its 4 rows and at most 48"),
+        ("kv_lens", [3], "3 cached tokens"),
+        ("kv_lens", [-2147483648], "cached tokens"),
+        ("query_start", [0, 9], "owns rows 0:9 of 6"),
+        ("query_start", [-1, 4], "owns rows -1:4"),
+        ("query_start", [5, 2], "owns rows 5:2"),
+    ],
+)
+def test_layouts_out_of_range_are_errors(field: str, value: list[object], message: str) -> None:
+    case = Case((4,), (40,), padding=2)
+    arrays, _ = inputs(case)
+    layout = Layout(
+        jnp.asarray([0, 4], jnp.int32),
+        jnp.asarray([40], jnp.int32),
+        jnp.asarray([[1, 2, 3]], jnp.int32),
+    ).replace(**{field: jnp.asarray(value, jnp.int32)})
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(run(case, arrays, layout))
+
+
+def test_wrong_arguments_are_named() -> None:
+    case = Case((4,), (40,))
+    (q, k, v, k_pages, v_pages), layout = inputs(case)
+    with pytest.raises(StokerError, match=r"v of shape \[5, 2, 16\]"):
+        run(case, (q, k, v[:-1], k_pages, v_pages), layout)
+    with pytest.raises(StokerError, match=r"k_pages of shape \[2, 8\]"):
+        run(case, (q, k, v, k_pages[..., :8], v_pages), layout)
+    with pytest.raises(StokerError, match="pages of float16"):
+        run(case, (q, k, v, k_pages.astype("float16"), v_pages.astype("float16")), layout)
+    with pytest.raises(StokerError, match=r"layout.kv_lens is float32"):
+        run(case, (q, k, v, k_pages, v_pages), layout.replace(kv_lens=jnp.ones(1)))
+    with pytest.raises(StokerError, match="5 query heads, 2 KV heads"):
+        run(case, (q[:, :5], k, v, k_pages, v_pages), layout)
+
+
+def test_handler_refuses_what_python_would_not_send() -> None:
+    (q, k, v, k_pages, v_pages), layout = inputs(Case((4,), (40,)))
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k_pages, v_pages)]
+
+    def call(aliases: dict[int, int], *arrays: jax.Array) -> None:
+        function = jax.ffi.ffi_call("stoker_attention", results, input_output_aliases=aliases)
+        attributes = {"window": np.int64(0), "softcap": np.float32(0), "scale": np.float32(1)}
+        placement = {"isa": np.int64(0), "threads": np.int64(0)}
+        jax.block_until_ready(function(*arrays, **attributes, **placement))
+
+    tables = (layout.query_start, layout.kv_lens, layout.page_table)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not one buffer"):
+        call({}, q, k, v, k_pages, v_pages, *tables)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
+        call({3: 1, 4: 2}, q, k[:-1], v, k_pages, v_pages, *tables)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        call({3: 1, 4: 2}, q, k, v, k_pages, v_pages, *tables[:2], tables[2][0])
