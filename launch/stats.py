@@ -5,9 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ..engine.accounting import memory_bandwidth, peak_memory, step_cost
 from ..engine.session import Session
 from ..engine.text import Reply
@@ -20,6 +17,7 @@ def reply_stats(model: Model, session: Session, reply: Reply) -> dict[str, Any]:
     context = tokens + len(reply.ids) / 2
     cost = step_cost(model.config, model.params, [context])
     seconds = reply.decode_s / reply.decode_steps if reply.decode_steps else None
+    peak = peak_memory()  # before measuring bandwidth takes memory of its own
     bandwidth, source = memory_bandwidth()
     achieved = cost.bytes / seconds if seconds else None
     return {
@@ -43,33 +41,28 @@ def reply_stats(model: Model, session: Session, reply: Reply) -> dict[str, Any]:
         "bandwidth_bytes_s": bandwidth or None,
         "bandwidth_source": source,
         "bandwidth_share": achieved / bandwidth if achieved and bandwidth else None,
-        "peak_memory_bytes": peak_memory(),
+        "peak_memory_bytes": peak,
     }
 
 
 def print_stats(stats: dict[str, Any]) -> None:
     """The same for people, on standard error."""
     step = stats["step_bytes"]
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-
-    def row(name: str, text: str) -> None:
-        table.add_row(name, text)
-
-    row("load", f"{stats['load_s']:.2f} s, compile {stats['compile_s']:.2f} s")
-    row("prompt", f"{stats['prompt_tokens']} tokens, {stats['reused_tokens']} of them cached")
-    row("first token", f"{stats['ttft_s']:.2f} s")
-    row("decode", f"{stats['decode_tok_s']:.1f} tok/s")
     kv = f"KV read {megabytes(step['kv_read'])}, KV written {megabytes(step['kv_write'])}"
-    row(
-        "bytes per step",
-        f"{megabytes(step['total'])}: weights {megabytes(step['weights'])}, {kv}, "
-        f"logits {megabytes(step['logits'])}",
-    )
+    rows = {
+        "load": f"{stats['load_s']:.2f} s, compile {stats['compile_s']:.2f} s",
+        "prompt": f"{stats['prompt_tokens']} tokens, {stats['reused_tokens']} of them cached",
+        "first token": f"{stats['ttft_s']:.2f} s",
+        "decode": f"{stats['decode_tok_s']:.1f} tok/s",
+        "bytes per step": f"{megabytes(step['total'])}: weights {megabytes(step['weights'])}, "
+        f"{kv}, logits {megabytes(step['logits'])}",
+    }
     if stats["step_s"]:
-        row("time per step", _time_per_step(stats))
-        row("achieved", _achieved(stats))
-    row("peak memory", megabytes(stats["peak_memory_bytes"]))
-    Console(file=sys.stderr, soft_wrap=True, highlight=False).print(table)
+        rows |= {"time per step": _time_per_step(stats), "achieved": _achieved(stats)}
+    rows["peak memory"] = megabytes(stats["peak_memory_bytes"])
+    width = max(map(len, rows))
+    for name, text in rows.items():
+        print(f"{name:{width}}  {text}", file=sys.stderr)
 
 
 def _time_per_step(stats: dict[str, Any]) -> str:
