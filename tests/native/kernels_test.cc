@@ -1,0 +1,260 @@
+// Runs the kernels on odd shapes under the address and undefined-behaviour sanitizers, on every
+// instruction set of this processor, with real threads. Each buffer has exactly its own size, so
+// one element too far is found. Built and run by tests/models/ops/cpu/test_native.py.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "matmul.h"
+
+namespace {
+
+using namespace stoker;
+
+int failures = 0;
+
+void expect(bool good, const char* what, const char* name, double error) {
+  if (good) return;
+  std::printf("FAILED %s %s: %g\n", what, name, error);
+  ++failures;
+}
+
+// Starts a thread for each task, so that helpers come late and out of order.
+class Threads : public Pool {
+ public:
+  explicit Threads(int64_t count) : count_(count) {}
+  ~Threads() override {
+    for (std::thread& thread : threads_) thread.join();
+  }
+  int64_t threads() const override { return count_; }
+  void schedule(std::function<void()> task) override { threads_.emplace_back(std::move(task)); }
+
+ private:
+  int64_t count_;
+  std::vector<std::thread> threads_;
+};
+
+class Random {
+ public:
+  uint32_t bits() { return static_cast<uint32_t>((state_ = state_ * 6364136223846793005u + 1) >> 33); }
+  float real() { return static_cast<float>(bits() % 20001) / 10000.0f - 1.0f; }
+  std::vector<float> reals(int64_t n) {
+    std::vector<float> x(static_cast<size_t>(n));
+    for (float& v : x) v = real();
+    return x;
+  }
+
+ private:
+  uint64_t state_ = 12345;
+};
+
+// A buffer without slack and without the alignment that XLA gives.
+template <typename T>
+struct Exact {
+  explicit Exact(int64_t n) : data(new T[static_cast<size_t>(n)]()) {}
+  std::unique_ptr<T[]> data;
+  T* get() { return data.get(); }
+};
+
+struct Shape {
+  int64_t T, C, R, group, block;
+  bool byte_codes, minimum, super;
+};
+
+void check_product(Random& random, const Kernels& table, const char* name, const Shape& s) {
+  const int64_t tiles = (s.R + kTile - 1) / kTile, groups = s.C / s.group;
+  const int64_t supers = s.super ? 2 : 0;
+  Exact<uint8_t> payload(tiles * kTile * s.C / (s.byte_codes ? 1 : 2));
+  for (int64_t i = 0; i < tiles * kTile * s.C / (s.byte_codes ? 1 : 2); ++i) {
+    payload.get()[i] = static_cast<uint8_t>(random.bits());
+  }
+  Exact<float> scale(tiles * groups * kTile), minimum(tiles * groups * kTile);
+  Exact<int8_t> small(tiles * groups * kTile);
+  Exact<float> super(tiles * std::max<int64_t>(supers, 1) * kTile);
+  for (int64_t i = 0; i < tiles * groups * kTile; ++i) {
+    scale.get()[i] = random.real();
+    minimum.get()[i] = random.real();
+    small.get()[i] = static_cast<int8_t>(random.bits() % 64);
+  }
+  for (int64_t i = 0; i < tiles * supers * kTile; ++i) super.get()[i] = random.real() / 64;
+
+  Weight w;
+  w.packed = true;
+  w.byte_codes = s.byte_codes;
+  w.data = payload.get();
+  w.R = s.R;
+  w.group = s.group;
+  w.block = s.block;
+  w.zero_point = s.byte_codes ? 128 : 8;
+  w.scale.groups = w.minimum.groups = groups;
+  w.scale.values = scale.get();
+  if (s.super) {
+    w.scale = Scales{small.get(), Type::kI8, super.get(), Type::kF32, groups, supers};
+  }
+  if (s.minimum) w.minimum.values = minimum.get();
+
+  const std::vector<float> x = random.reals(s.T * s.C);
+  const auto weight = [&](int64_t r, int64_t c) {
+    const int64_t tile = r / kTile, lane = r % kTile, block = c / s.block, in = c % s.block;
+    const int64_t half = s.block / 2;
+    const int64_t quad = s.byte_codes ? c / 4 : block * s.block / 8 + in % half / 4;
+    const uint8_t byte = payload.get()[(tile * (s.C / (s.byte_codes ? 4 : 8)) + quad) * 64 +
+                                       lane * 4 + c % 4];
+    const int code = s.byte_codes ? byte : in < half ? byte & 15 : byte >> 4;
+    const int64_t at = (tile * groups + c / s.group) * kTile + lane;
+    const double unit = s.super ? small.get()[at] * static_cast<double>(super.get()[
+                                      (tile * supers + c / s.group * supers / groups) * kTile + lane])
+                                : scale.get()[at];
+    return (code - w.zero_point) * unit + (s.minimum ? minimum.get()[at] : 0.0f);
+  };
+  for (const bool exact : {false, true}) {
+    for (const int64_t threads : {1, 3}) {
+      Exact<float> out(s.T * s.R);
+      w.out = out.get();
+      Exact<uint8_t> scratch(static_cast<int64_t>(scratch_bytes(&w, 1, s.T, s.C, exact)));
+      {
+        Threads pool(threads);
+        multiply(pool, table, x.data(), s.T, s.C, &w, 1, exact, scratch.get());
+      }
+      double worst = 0, largest = 0;
+      for (int64_t t = 0; t < s.T; ++t) {
+        for (int64_t r = 0; r < s.R; ++r) {
+          double want = 0, size = 0;
+          for (int64_t c = 0; c < s.C; ++c) {
+            const double term = weight(r, c) * x[static_cast<size_t>(t * s.C + c)];
+            want += term;
+            size += std::fabs(term);
+          }
+          worst = std::max(worst, std::fabs(out.get()[t * s.R + r] - want));
+          largest = std::max(largest, size);
+        }
+      }
+      expect(worst <= (exact ? 1e-5 : 1e-2) * largest + 1e-6, exact ? "exact" : "int8", name, worst);
+    }
+  }
+}
+
+void check_dense(Random& random, const Kernels& table, const char* name, int64_t T, int64_t C,
+                 int64_t R) {
+  Exact<float> weight(R * C);
+  Exact<uint16_t> narrow(R * C);
+  for (int64_t i = 0; i < R * C; ++i) {
+    // Values that bfloat16 holds, in both widths.
+    uint32_t bits;
+    const float value = random.real();
+    std::memcpy(&bits, &value, 4);
+    narrow.get()[i] = static_cast<uint16_t>(bits >> 16);
+    bits &= 0xffff0000u;
+    std::memcpy(weight.get() + i, &bits, 4);
+  }
+  const std::vector<float> x = random.reals(T * C);
+  for (const Type type : {Type::kF32, Type::kBF16}) {
+    Exact<float> out(T * R);
+    Weight w;
+    w.type = type;
+    w.data = type == Type::kF32 ? static_cast<void*>(weight.get()) : narrow.get();
+    w.R = R;
+    w.out = out.get();
+    {
+      Threads pool(2);
+      multiply(pool, table, x.data(), T, C, &w, 1, false, nullptr);
+    }
+    double worst = 0;
+    for (int64_t t = 0; t < T; ++t) {
+      for (int64_t r = 0; r < R; ++r) {
+        double want = 0;
+        for (int64_t c = 0; c < C; ++c) {
+          want += static_cast<double>(weight.get()[r * C + c]) * x[static_cast<size_t>(t * C + c)];
+        }
+        worst = std::max(worst, std::fabs(out.get()[t * R + r] - want));
+      }
+    }
+    expect(worst < 1e-5 * static_cast<double>(C), "dense", name, worst);
+  }
+}
+
+struct Sizes {
+  int64_t N, K, H, Z, window;
+  float softcap;
+  Type type;
+};
+
+void check_attention(Random& random, const Kernels& table, const char* name, const Sizes& z) {
+  const std::vector<int32_t> start{0, 1, 1, 54}, lens{300, -5, 590};
+  const int64_t S = 3, T = 55, M = (600 + z.Z - 1) / z.Z, P = S * M + 1;
+  std::vector<int32_t> pages(static_cast<size_t>(S * M));
+  for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<int32_t>(pages.size() - i);
+  const int64_t cells = P * z.Z * z.K * z.H;
+  const size_t width = z.type == Type::kF32 ? 4 : 2;
+  Exact<uint8_t> k_pages(cells * static_cast<int64_t>(width));
+  Exact<uint8_t> v_pages(cells * static_cast<int64_t>(width));
+  const std::vector<float> q = random.reals(T * z.N * z.H);
+  const std::vector<float> k = random.reals(T * z.K * z.H);
+  // Equal values: whatever the weights, attention must return them.
+  const std::vector<float> v(static_cast<size_t>(T * z.K * z.H), 0.5f);
+  for (int64_t i = 0; i < cells; ++i) {
+    const float half = 0.5f;
+    uint32_t bits;
+    std::memcpy(&bits, &half, 4);
+    const uint16_t top = static_cast<uint16_t>(bits >> 16);
+    if (width == 4) std::memcpy(v_pages.get() + 4 * i, &half, 4);
+    else std::memcpy(v_pages.get() + 2 * i, &top, 2);
+  }
+  for (const int64_t threads : {1, 3}) {
+    Exact<float> out(T * z.N * z.H);
+    Threads pool(threads);
+    const Attention a{q.data(), k.data(), v.data(), k_pages.get(), v_pages.get(), z.type,
+                      start.data(), lens.data(), pages.data(), T, z.N, z.K, z.H, S, M, P, z.Z,
+                      z.window, z.softcap, 0.3f, out.get()};
+    const std::string problem = attend(pool, table, a);
+    expect(problem.empty(), problem.c_str(), name, 0);
+    double worst = 0;
+    for (int64_t i = 0; i < T * z.N * z.H; ++i) {
+      const double want = i < 54 * z.N * z.H ? 0.5 : 0.0;
+      worst = std::max(worst, std::fabs(out.get()[i] - want));
+    }
+    expect(worst < 1e-6, "attention", name, worst);
+  }
+}
+
+}  // namespace
+
+int main() {
+  const char* names[] = {"best", "portable", "avx2", "avx512vnni"};
+  Random random;
+  for (int isa = 1; isa <= static_cast<int>(best_isa()); ++isa) {
+    const Kernels* table = kernels(static_cast<Isa>(isa));
+    if (!table) continue;
+    for (const Shape& shape : {
+             Shape{1, 32, 16, 32, 32, false, false, false},
+             Shape{9, 64, 17, 32, 32, false, true, false},
+             Shape{8, 256, 33, 16, 16, true, false, true},
+             Shape{13, 60, 5, 12, 12, true, true, false},
+             Shape{3, 144, 31, 24, 24, false, true, false},
+             Shape{2, 128, 1, 64, 32, false, false, true},
+             Shape{33, 2304, 18, 32, 32, false, true, false},
+             Shape{70, 512, 70, 32, 32, true, false, false},
+         }) {
+      check_product(random, *table, names[isa], shape);
+    }
+    for (const int64_t C : {1, 7, 16, 33, 100}) check_dense(random, *table, names[isa], 11, C, 21);
+    for (const Sizes& sizes : {
+             Sizes{9, 3, 64, 16, 0, 0.0f, Type::kF32},
+             Sizes{4, 4, 80, 7, 16, 0.0f, Type::kF32},
+             Sizes{4, 2, 13, 5, 270, 3.0f, Type::kBF16},
+             Sizes{2, 1, 512, 32, 0, 0.0f, Type::kBF16},
+             Sizes{3, 1, 1, 1, 1, 0.0f, Type::kF32},
+         }) {
+      check_attention(random, *table, names[isa], sizes);
+    }
+    std::printf("%s done\n", names[isa]);
+  }
+  return failures != 0;
+}
