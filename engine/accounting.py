@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from ..models.config import ModelConfig
+from ..models.config import Kernels, ModelConfig
+from ..models.ops import cpu
 from ..models.parameters import Params, count_bytes, count_elements
 from .cache import token_bytes
 
@@ -25,6 +26,18 @@ DEVICE_BANDWIDTH = {
     "TPU v5 lite": 0.819e12,
     "TPU v5p": 2.765e12,
     "TPU v6 lite": 1.64e12,
+}
+
+
+#: Peak of dense bfloat16 products by JAX device kind, operations/s, likewise.
+DEVICE_OPERATIONS = {
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
 }
 
 
@@ -54,7 +67,7 @@ class StepCost:
 
 
 def step_cost(
-    config: ModelConfig, params: Params, contexts: Sequence[float], rows: int | None = None
+    config: ModelConfig, params: Params, contexts: Sequence[float], rows: float | None = None
 ) -> StepCost:
     """The cost of a step over sequences whose caches hold `contexts` tokens after it.
 
@@ -101,6 +114,24 @@ def memory_bandwidth(megabytes: int = 256, repeats: int = 5) -> tuple[float, str
             list(pool.map(np.bitwise_or.reduce, shares))
             best = min(best, time.perf_counter() - start)
     return array.nbytes / best, f"measured with {threads} threads"
+
+
+def arithmetic_peak(kernels: Kernels) -> tuple[float, str]:
+    """Operations per second that this device computes, and how that is known.
+
+    Accelerators are looked up by device kind, for bfloat16. On a CPU every core multiplies
+    registers, of bytes or floats as `kernels` do: some hundredths of a second. Where neither is
+    possible the figure is 0.
+    """
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return DEVICE_OPERATIONS.get(device.device_kind, 0.0), device.device_kind
+    library = cpu.load()
+    if library is None:
+        return 0.0, "not measured without the CPU kernels"
+    threads = usable_cores()
+    peak = cpu.peak_operations(library, kernels.activations, threads)
+    return peak, f"{kernels.activations}, measured with {threads} threads"
 
 
 def usable_cores() -> int:

@@ -18,12 +18,10 @@ from ..models.errors import StokerError
 from ..models.parameters import Params
 from . import steps
 from .cache import PAGE_TOKENS, new_cache, pages_for
+from .chunks import CHUNKS, chunk_batches, prefill_batch
 from .programs import Programs
 from .sampling import SamplingParams
 from .steps import DecodeBatch, Outputs, PrefillBatch, new_state
-
-#: Rows of the compiled prefill steps; a prompt is cut into the largest that it fills.
-CHUNKS = (16, 64, 256)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Session:
         else:
             sizes = {batch.tokens.shape[0] for batch in self._prompt_chunks(prompt)}
         for rows in sorted(sizes):
-            batch = self._chunk_batch([], 0, rows)
+            batch = prefill_batch([], [0], [0], self._page_table, rows)
             self.programs.prepare(steps.prefill, self.params, self._cache, state, batch)
         self.programs.prepare(steps.decode, self.params, self._cache, state, self._decode_batch())
         if prompt is None:
@@ -190,24 +188,7 @@ class Session:
 
     def _prompt_chunks(self, prompt: Sequence[int]) -> Iterator[PrefillBatch]:
         """The chunks that bring the cache from `_cached` to `prompt`."""
-        start = len(self._cached)
-        while start < len(prompt):
-            left = len(prompt) - start
-            fitting = [size for size in self._chunks if size >= left]
-            bucket = fitting[0] if fitting else self._chunks[-1]
-            rows = min(bucket, left)
-            yield self._chunk_batch(prompt[start : start + rows], start, bucket)
-            start += rows
+        return chunk_batches([prompt], [len(self._cached)], self._page_table, self._chunks)
 
     def _decode_batch(self) -> DecodeBatch:
         return DecodeBatch(active=jnp.array([True]), page_table=self._page_table)
-
-    def _chunk_batch(self, tokens: Sequence[int], start: int, bucket: int) -> PrefillBatch:
-        padded = np.zeros(bucket, np.int32)
-        padded[: len(tokens)] = tokens
-        return PrefillBatch(
-            tokens=jnp.asarray(padded),
-            query_start=jnp.array([0, len(tokens)], jnp.int32),
-            cached=jnp.array([start], jnp.int32),
-            page_table=self._page_table,
-        )

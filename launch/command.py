@@ -16,6 +16,7 @@ SUMMARIES = {
     "generate": "continues a text or answers a question, streamed",
     "chat": "a conversation in the terminal",
     "score": "perplexity and log-probabilities of a text",
+    "bench": "speed of prefill and decode, beside what the hardware allows",
 }
 
 #: Exit statuses: a failed run, wrong usage, and an interruption, as shells number it.

@@ -22,8 +22,10 @@ from ..models.sources import DEFAULT_MODEL, byte_bar, cache_folder
 SMALLEST_CONTEXT = 1024
 
 
-def define_model_flags(values: flags.FlagValues) -> None:
-    """Which model, how it is computed, how long a sequence may get, and what to report."""
+def define_model_flags(
+    values: flags.FlagValues, *, context: bool = True, stats: bool = True
+) -> None:
+    """Which model, how it is computed and, where asked for, `--context` and `--stats`."""
     flags.DEFINE_string(
         "model",
         DEFAULT_MODEL,
@@ -53,25 +55,27 @@ def define_model_flags(values: flags.FlagValues) -> None:
         "int8 where the CPU kernels run.",
         flag_values=values,
     )
-    flags.DEFINE_integer(
-        "context",
-        None,
-        "Longest sequence, prompt and reply together, in tokens; by default what this run needs.",
-        lower_bound=1,
-        flag_values=values,
-    )
-    flags.DEFINE_boolean(
-        "stats",
-        False,
-        "Report times, bytes moved and memory on standard error.",
-        flag_values=values,
-    )
     flags.DEFINE_boolean(
         "cache_programs",
         True,
         "Keep compiled programs in the cache folder, for a faster next start.",
         flag_values=values,
     )
+    if context:
+        flags.DEFINE_integer(
+            "context",
+            None,
+            "Longest sequence, prompt and reply together, in tokens; by default what is needed.",
+            lower_bound=1,
+            flag_values=values,
+        )
+    if stats:
+        flags.DEFINE_boolean(
+            "stats",
+            False,
+            "Report times, bytes moved and memory on standard error.",
+            flag_values=values,
+        )
 
 
 def define_sampling_flags(
@@ -111,8 +115,7 @@ def sampling_params(values: flags.FlagValues) -> SamplingParams:
 
 def open_model(values: flags.FlagValues) -> Model:
     """The model that `--model` and `--dtype` name."""
-    if values.cache_programs:
-        _cache_programs(cache_folder() / "programs")
+    cache_programs(values)
     with byte_bar("loading") as progress:
         return load_model(
             values.model,
@@ -123,8 +126,14 @@ def open_model(values: flags.FlagValues) -> Model:
         )
 
 
-def _cache_programs(folder: Path) -> None:
-    """Points JAX's compilation cache at `folder`; without a writable one programs are not kept."""
+def cache_programs(values: flags.FlagValues) -> None:
+    """Points JAX's compilation cache at the cache folder, as `--cache_programs` says.
+
+    Without a writable one, programs are not kept.
+    """
+    folder = cache_folder() / "programs"
+    if not values.cache_programs:
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -81,9 +81,7 @@ def load_model(
     start = time.perf_counter()
     checkpoint = GGUFCheckpoint.open(resolve(name))
     family = family_for(checkpoint.metadata.get("general.architecture"))
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    config = family.config(checkpoint, dtype)
+    config = family.config(checkpoint, dtype or default_dtype())
     config = dataclasses.replace(config, kernels=choose_kernels(kernels, activations))
     check_tensors(checkpoint, family, config)
     tokenizer = tokenizer_from_gguf(checkpoint.metadata)
@@ -98,6 +96,11 @@ def load_model(
     seconds = time.perf_counter() - start
     path, size = checkpoint.paths[0], checkpoint.file_bytes
     return Model(str(name), path, config, params, tokenizer, size, seconds)
+
+
+def default_dtype() -> str:
+    """What activations and cache are kept in unless told otherwise."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def choose_kernels(platform: str | None = None, activations: str | None = None) -> Kernels:

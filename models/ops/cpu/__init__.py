@@ -4,6 +4,7 @@ from .attention import attention
 from .library import ISAS, Library, load, why_unavailable
 from .matmul import ACTIVATIONS, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
+from .peak import peak_operations
 
 __all__ = [
     "ACTIVATIONS",
@@ -15,6 +16,7 @@ __all__ = [
     "load",
     "matmul",
     "pack",
+    "peak_operations",
     "products",
     "unpack",
     "why_unavailable",

@@ -1,0 +1,211 @@
+"""`stoker bench`: speed of prefill and decode, beside what the hardware allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from ..engine.accounting import arithmetic_peak, memory_bandwidth, peak_memory
+from ..engine.benchmark import Bench, Measurement
+from ..models.config import ModelConfig
+from ..models.errors import StokerError
+from ..models.loading import choose_kernels, default_dtype
+from ..models.parameters import Params, count_bytes
+from ..models.random_weights import WEIGHTS, architecture, random_weights
+from . import common
+from .command import Command
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags of this command."""
+    common.define_model_flags(values, context=False, stats=False)
+
+    def integer(name: str, default: int, text: str) -> None:
+        flags.DEFINE_integer(name, default, text, lower_bound=1, flag_values=values)
+
+    flags.DEFINE_list(
+        "batch", ["1", "8", "32"], "Sequences decoded at once: a list.", flag_values=values
+    )
+    integer("prompt_len", 64, "Tokens of each prompt before decoding.")
+    integer("gen_len", 64, "Tokens to generate, at least 2; the first comes from prefill.")
+    integer("prefill_len", 512, "Tokens of the prompt whose prefill is measured.")
+    integer("repeats", 3, "Measured runs, after one to warm up; medians are reported.")
+    flags.DEFINE_string("json", None, "File to write all figures to.", flag_values=values)
+    flags.DEFINE_string(
+        "random_weights",
+        None,
+        "Measure an architecture by shape, without a checkpoint: a name of "
+        "configs/architectures.toml, or a .toml file of your own. Takes the place of --model.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum("weights", "int4", WEIGHTS, "Format of --random_weights.", flag_values=values)
+
+
+def run(values: flags.FlagValues) -> None:
+    """Measures and reports."""
+    batches = _batches(values.batch)
+    if values.gen_len < 2:
+        raise StokerError("--gen_len=1 leaves no decode step to measure; give at least 2")
+    subject = _subject(values)
+    limit = subject.config.max_positions
+    longest = max(values.prompt_len + values.gen_len, values.prefill_len)
+    if longest > limit:
+        raise StokerError(f"sequences of {longest} tokens: this model takes at most {limit}")
+    total = (len(batches) + 1) * (values.repeats + 1)
+    with _progress(total) as advance:
+        bench = Bench(subject.params, subject.config, repeats=values.repeats, advance=advance)
+        results = [bench.prefill(values.prefill_len)]
+        results += [bench.decode(n, values.prompt_len, values.gen_len) for n in batches]
+    report = _report(subject, results)
+    _print(report)
+    if values.json is not None:
+        try:
+            Path(values.json).write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:
+            raise StokerError(f"--json: cannot write '{values.json}': {error.strerror}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    name: str
+    config: ModelConfig
+    params: Params
+    load_s: float | None
+
+
+def _subject(values: flags.FlagValues) -> _Subject:
+    """What is measured: a checkpoint, or an architecture with random weights."""
+    if values.random_weights is None:
+        model = common.open_model(values)
+        return _Subject(model.name, model.config, model.params, model.load_seconds)
+    common.cache_programs(values)
+    config = dataclasses.replace(
+        architecture(values.random_weights),
+        dtype=values.dtype or default_dtype(),
+        kernels=choose_kernels(values.kernels, values.activations),
+    )
+    params = random_weights(config, values.weights)
+    return _Subject(f"{values.random_weights}, random {values.weights}", config, params, None)
+
+
+def _batches(given: list[str]) -> list[int]:
+    try:
+        batches = [int(text) for text in given]
+    except ValueError:
+        batches = []
+    if not batches or min(batches) < 1:
+        raise StokerError(f"--batch={','.join(given)}: it takes positive whole numbers, 1,8,32")
+    return batches
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    console = Console(stderr=True)
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _report(subject: _Subject, results: list[Measurement]) -> dict[str, Any]:
+    """All figures, as JSON takes them: seconds, bytes, and operations, two to a multiply-add."""
+    peak = peak_memory()  # before the probes take memory of their own
+    bandwidth, bandwidth_source = memory_bandwidth()
+    operations, operations_source = arithmetic_peak(subject.config.kernels)
+    return {
+        "model": subject.name,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "dtype": subject.config.dtype,
+        "kernels": dataclasses.asdict(subject.config.kernels),
+        "load_s": subject.load_s,
+        "parameter_bytes": count_bytes(subject.params),
+        "peak_memory_bytes": peak,
+        "bandwidth_bytes_s": bandwidth or None,
+        "bandwidth_source": bandwidth_source,
+        "peak_operations_s": operations or None,
+        "peak_operations_source": operations_source,
+        "results": [_result(result, bandwidth, operations) for result in results],
+    }
+
+
+def _result(result: Measurement, bandwidth: float, operations: float) -> dict[str, Any]:
+    floor = max(
+        result.cost.bytes / bandwidth if bandwidth else 0.0,
+        result.cost.operations / operations if operations else 0.0,
+    )
+    return {
+        **dataclasses.asdict(result),
+        "tok_s": result.tok_s,
+        "ttft_s": result.median_s if result.name == "prefill" else None,
+        "step_s": result.step_s,
+        "floor_step_s": floor or None,
+        "bytes_per_step": result.cost.bytes,
+        "operations_per_step": result.cost.operations,
+        "bandwidth_share": result.bytes_s / bandwidth if bandwidth else None,
+        "operations_share": result.operations_s / operations if operations else None,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    headings = ("", "B", "context", "tok/s", "ms/step", "floor ms", "MB/step", "of bandwidth")
+    for heading in (*headings, "MOP/step", "of peak", "compile s"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for result in report["results"]:
+        floor, share = result["floor_step_s"], result["bandwidth_share"]
+        table.add_row(
+            result["name"],
+            str(result["batch"]),
+            str(result["context"]),
+            f"{result['tok_s']:.1f}",
+            f"{result['step_s'] * 1e3:.2f}",
+            f"{floor * 1e3:.2f}" if floor else "-",
+            f"{result['bytes_per_step'] / 1e6:.1f}",
+            f"{share:.0%}" if share else "-",
+            f"{result['operations_per_step'] / 1e6:.0f}",
+            f"{result['operations_share']:.0%}" if result["operations_share"] else "-",
+            f"{result['compile_s']:.1f}",
+        )
+    kernels = report["kernels"]
+    print(
+        f"{report['model']} on {report['device']}: {kernels['platform']} kernels, "
+        f"{kernels['activations']} activations, {report['dtype']} cache, jax {report['jax']}"
+    )
+    Console(width=120, highlight=False).print(table)
+    print(
+        f"first token of {report['results'][0]['context']}: {report['results'][0]['ttft_s']:.3f} s"
+    )
+    if report["load_s"] is not None:
+        print(f"load {report['load_s']:.2f} s")
+    memory = report["peak_memory_bytes"] / 1e6
+    print(f"peak memory {memory:.0f} MB, parameters {report['parameter_bytes'] / 1e6:.1f} MB")
+    limits = [
+        f"{value / 1e9:.1f} {unit} ({source})"
+        for value, unit, source in (
+            (report["bandwidth_bytes_s"], "GB/s", report["bandwidth_source"]),
+            (report["peak_operations_s"], "GOP/s", report["peak_operations_source"]),
+        )
+        if value
+    ]
+    if limits:
+        print(f"limits: {', '.join(limits)}")
+
+
+COMMAND = Command("bench", define_flags, run)
+
+if __name__ == "__main__":
+    sys.exit(COMMAND.main())

@@ -1,0 +1,98 @@
+"""Random parameters of any weight format: for measuring an architecture without a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import configs
+from .config import DTYPES, ModelConfig, Rope
+from .errors import StokerError
+from .ops import cpu
+from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
+from .quantized import QuantArray
+
+#: Formats of the matrices: dense types, and codes in groups of 32 with a float16 scale (int4 with
+#: a minimum too, as GGUF's Q4_1 and Q8_0 have them).
+WEIGHTS = (*DTYPES, "int8", "int4")
+_GROUP = 32
+
+
+def architectures() -> dict[str, dict[str, Any]]:
+    """The architectures of `configs/architectures.toml` by name: fields of `ModelConfig`."""
+    text = importlib.resources.files(configs).joinpath("architectures.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def architecture(name: str) -> ModelConfig:
+    """The configuration of an architecture: a name, or a TOML file with the fields of one.
+
+    Raises:
+      StokerError: an unknown name, or a file that does not hold such fields.
+    """
+    known = architectures()
+    if name in known:
+        return _config(name, known[name])
+    if not name.endswith(".toml"):
+        raise StokerError(
+            f"architecture '{name}' is not known; use {', '.join(known)}, or a .toml file"
+        )
+    try:
+        return _config(name, tomllib.loads(Path(name).read_text("utf-8")))
+    except OSError as error:
+        raise StokerError(f"cannot read '{name}': {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StokerError(f"'{name}' is not a TOML file: {error}") from None
+
+
+def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
+    known = {field.name for field in dataclasses.fields(ModelConfig)} - {"dtype", "kernels"}
+    wrong = sorted(fields.keys() - known)
+    if wrong:
+        raise StokerError(f"'{name}' has unknown fields {', '.join(wrong)}")
+    try:
+        return ModelConfig(**(fields | {"rope": Rope(**fields.get("rope", {}))}))
+    except TypeError as error:
+        raise StokerError(f"'{name}' is not a whole architecture: {error}") from None
+
+
+def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
+    """Parameters whose matrices have format `weights` (one of `WEIGHTS`) and random values.
+
+    Quantised ones are packed where `config.kernels` are the CPU's. Norms are ones, biases zeros.
+    """
+    if weights not in WEIGHTS:
+        raise StokerError(f"weights '{weights}' are not known; use {', '.join(WEIGHTS)}")
+    if weights in DTYPES:
+        return init_params(dataclasses.replace(config, dtype=weights), jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    abstract = abstract_params(config)
+    values: dict[str, Any] = {}
+    for name, parameter in named_parameters(abstract):
+        if len(parameter.shape) == 1:
+            fill = jnp.zeros if name.endswith("bias") else jnp.ones
+            values[name] = fill(parameter.shape, parameter.dtype)
+        else:
+            array = _quantised(rng, parameter.shape, 4 if weights == "int4" else 8)
+            values[name] = cpu.pack(array) if config.kernels.platform == "cpu" else array
+    return unflatten(abstract, jax.tree.map(jnp.asarray, values))
+
+
+def _quantised(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> QuantArray:
+    """Uniform codes whose values have about the standard deviation of a trained matrix."""
+    R, C = shape
+    if C % _GROUP:
+        raise StokerError(f"a row of {C} columns does not divide into groups of {_GROUP}")
+    codes = rng.integers(0, 256, (R, C * bits // 8), np.uint8)
+    step = C**-0.5 / 2 ** (bits - 2)
+    scale = np.full((R, C // _GROUP), step, np.float16)
+    if bits == 8:
+        return QuantArray(codes.view(np.int8), scale, bits=8, group=_GROUP)
+    return QuantArray(codes, scale, (-7.5 * scale).astype(np.float16), bits=4, group=_GROUP)
