@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -147,6 +148,10 @@ def peak_memory() -> int:
         return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     if sys.platform == "win32":
         return 0
+    if sys.platform == "linux":
+        # getrusage would start from the parent's peak: Linux keeps it through fork and exec.
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
     import resource
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

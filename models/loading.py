@@ -181,10 +181,10 @@ def load_params(
     for path in sorted(parameters, key=lambda path: -tensors[names[path]].nbytes):
         order = family.row_order(path, config)
         value = _parameter(checkpoint, names[path], parameters[path], order)
+        checkpoint.release(names[path])
         if config.kernels.platform == "cpu" and isinstance(value, QuantArray):
             value = cpu.pack(value)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        checkpoint.release(names[path])
         done += tensors[names[path]].nbytes
         if progress is not None:
             progress(done, total)

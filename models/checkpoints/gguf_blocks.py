@@ -15,6 +15,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import StokerError
+from ..host_arrays import aligned_empty
 from ..quantized import QuantArray
 from .gguf_header import TensorInfo
 
@@ -22,8 +23,6 @@ Leaves = dict[str, np.ndarray]
 
 #: Raw bytes that are unpacked at a time, which bounds the temporaries.
 CHUNK_BYTES = 4 << 20
-#: JAX's CPU client adopts a NumPy buffer that is so aligned, and copies any other.
-_ALIGNMENT = 64
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -167,14 +166,6 @@ def check_types(tensors: Iterable[TensorInfo]) -> None:
                 f"tensor '{info.name}' has type {info.type.name}, which is not supported; give a "
                 f"file of {', '.join(SUPPORTED_TYPES)}"
             )
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array whose data JAX on CPU can adopt without a copy."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def convert(raw: np.ndarray, info: TensorInfo) -> np.ndarray | QuantArray:

@@ -20,15 +20,14 @@ from stoker.models.checkpoints.gguf import GGUFCheckpoint
 from stoker.models.errors import StokerError
 from stoker.models.families import FAMILIES, family_for
 from stoker.models.loading import check_tensors, load_model, load_params
-from stoker.models.parameters import abstract_params, named_parameters
+from stoker.models.ops import cpu
+from stoker.models.parameters import abstract_params, is_weight, named_parameters
 from stoker.models.quantized import QuantArray, densify
 
 
 def leaves_by_name(model):
     """Dotted path to weight, quantised ones whole."""
-    paths = jax.tree_util.tree_leaves_with_path(
-        model.params, is_leaf=lambda node: isinstance(node, QuantArray)
-    )
+    paths = jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_weight)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
 
 
@@ -69,17 +68,20 @@ def test_every_parameter_has_its_hugging_face_value(name, tmp_path):
     assert model.file_bytes == model.path.stat().st_size and model.load_seconds > 0
 
 
+@pytest.mark.parametrize("kernels", ["xla", "cpu"])
 @pytest.mark.parametrize("quantisation", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("name", ["bias", "qwen2"])
-def test_quantised_weights_are_moved_but_never_requantised(name, quantisation, tmp_path):
+def test_quantised_weights_are_moved_but_never_requantised(name, quantisation, kernels, tmp_path):
     tiny = TINIES[name]
     weights = hf_weights(tiny)
-    model = load_model(write_gguf(tmp_path / "m.gguf", tiny, weights, quantisation=quantisation))
+    path = write_gguf(tmp_path / "m.gguf", tiny, weights, quantisation=quantisation)
+    model = load_model(path, kernels=kernels)
     kind = gguf.GGMLQuantizationType[quantisation]
     for path, leaf in leaves_by_name(model).items():
         want = weights[hf_name(path)]
         if want.ndim > 1:
-            assert isinstance(leaf, QuantArray)
+            assert isinstance(leaf, QuantArray if kernels == "xla" else cpu.PackedArray)
+            leaf = cpu.unpack(leaf) if kernels == "cpu" else leaf
             want = gguf.quants.dequantize(gguf.quants.quantize(want, kind), kind)
         np.testing.assert_array_equal(densify(leaf), want)
 
@@ -296,20 +298,25 @@ def test_smollm2(smollm2):
 # On Linux ru_maxrss survives exec, so a child would start at its parent's peak.
 MEASURE = """
 import pathlib, re, resource, sys
+import jax
 from stoker.models.loading import load_model
+from stoker.models.ops import cpu
+from stoker.models.parameters import is_weight
 def peak():
     if sys.platform == "linux":
         status = pathlib.Path("/proc/self/status").read_text()
         return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+jax.devices(), cpu.load()
 before = peak()
-model = load_model(sys.argv[1])
+model = load_model(sys.argv[1], kernels=sys.argv[2])
 print(peak() - before, model.file_bytes)
 """
 
 
-def test_loading_takes_little_more_memory_than_the_file(smollm2_path):
-    command = [sys.executable, "-c", MEASURE, str(smollm2_path)]
+@pytest.mark.parametrize("kernels", ["xla", "cpu"])
+def test_loading_takes_little_more_memory_than_the_file(smollm2_path, kernels):
+    command = [sys.executable, "-c", MEASURE, str(smollm2_path), kernels]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     grown, file_bytes = map(float, result.stdout.split())
     # The parameters alone are nearly the file's size: less would mean a broken measurement.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import ModuleType
 from typing import Any
@@ -12,10 +13,13 @@ import numpy as np
 from flax import struct
 
 from ...errors import StokerError
+from ...host_arrays import aligned_empty
 from ...quantized import QuantArray
 
 #: Rows (outputs) of a tile, kTile in kernels.h.
 TILE = 16
+#: Bytes of codes packed at a time.
+SLICE_BYTES = 1 << 20
 #: Most columns that share an activation scale: as in the formats of llama.cpp.
 MAX_BLOCK = 32
 
@@ -134,15 +138,36 @@ def pack(array: QuantArray) -> PackedArray:
             f"weight of shape {list(array.shape)} has {array.group} columns to a scale, which the "
             "CPU kernels cannot pack; use a multiple of 4, or the reference implementation"
         )
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(array))
-    xp = jnp if traced else np
-    leaves = array if traced else jax.tree.map(np.asarray, array)
-    bits, codes, zero_point = array.bits, leaves.codes, array.zero_point
-    block = block_size(array.group, bits)
-    if bits == 4 and block != array.group:
-        codes = _nibbles(xp, codes, array.group)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(array)):
+        return _pack(jnp, array)
+    array = jax.tree.map(np.asarray, array)
+    if array.ndim > 2:
+        return jax.device_put(_pack(np, array))
+    # A slice of rows at a time, into buffers that JAX can adopt: temporaries stay small.
+    rows = array.shape[0]
+    step = max(TILE, SLICE_BYTES // array.shape[1] // TILE * TILE)
+    whole: PackedArray | None = None
+    for start in range(0, rows, step):
+        part = _pack(np, jax.tree.map(lambda leaf, at=start: leaf[at : at + step], array))
+        if whole is None:
+            whole = jax.tree.map(
+                lambda leaf: aligned_empty((-(-rows // TILE), *leaf.shape[1:]), leaf.dtype), part
+            )
+            whole = dataclasses.replace(whole, padding=-rows % TILE)
+        at = start // TILE
+        for target, leaf in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
+            target[at : at + len(leaf)] = leaf
+    return jax.device_put(whole)
+
+
+def _pack(xp: ModuleType, leaves: QuantArray) -> PackedArray:
+    """`pack` in NumPy or JAX."""
+    bits, codes, zero_point = leaves.bits, leaves.codes, leaves.zero_point
+    block = block_size(leaves.group, bits)
+    if bits == 4 and block != leaves.group:
+        codes = _nibbles(xp, codes, leaves.group)
         if block == 0:
-            bits, block = 8, block_size(array.group, 8)
+            bits, block = 8, block_size(leaves.group, 8)
         else:
             halves = codes.reshape(*codes.shape[:-1], -1, 2, block // 2)
             codes = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
@@ -150,7 +175,7 @@ def pack(array: QuantArray) -> PackedArray:
         codes, zero_point = codes.view(xp.uint8) ^ xp.uint8(128), zero_point + 128
     scale, super_scale = _scales(xp, leaves.scale, leaves.super_scale)
     minimum, super_minimum = _scales(xp, leaves.minimum, leaves.super_minimum)
-    packed = PackedArray(
+    return PackedArray(
         _tiled(xp, codes, 4),
         scale,
         minimum,
@@ -158,11 +183,10 @@ def pack(array: QuantArray) -> PackedArray:
         super_minimum,
         bits=bits,
         zero_point=zero_point,
-        group=array.group,
+        group=leaves.group,
         block=block,
-        padding=-array.shape[-2] % TILE,
+        padding=-leaves.shape[-2] % TILE,
     )
-    return packed if traced else jax.tree.map(jnp.asarray, packed)
 
 
 def unpack(array: PackedArray) -> QuantArray:

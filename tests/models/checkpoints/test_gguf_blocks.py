@@ -14,12 +14,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from stoker.models.checkpoints.gguf_blocks import (
     SUPPORTED_TYPES,
-    aligned_empty,
     check_types,
     convert,
 )
 from stoker.models.checkpoints.gguf_header import TensorInfo
 from stoker.models.errors import StokerError
+from stoker.models.host_arrays import aligned_empty
 from stoker.models.quantized import QuantArray, dequantize
 
 DENSE = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
