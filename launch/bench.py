@@ -58,6 +58,8 @@ def run(values: flags.FlagValues) -> None:
     batches = _batches(values.batch)
     if values.gen_len < 2:
         raise StokerError("--gen_len=1 leaves no decode step to measure; give at least 2")
+    if values.json is not None:
+        _check_writable(values.json)
     subject = _subject(values)
     limit = subject.config.max_positions
     longest = max(values.prompt_len + values.gen_len, values.prefill_len)
@@ -71,10 +73,15 @@ def run(values: flags.FlagValues) -> None:
     report = _report(subject, results)
     _print(report)
     if values.json is not None:
-        try:
-            Path(values.json).write_text(json.dumps(report, indent=1) + "\n")
-        except OSError as error:
-            raise StokerError(f"--json: cannot write '{values.json}': {error.strerror}") from None
+        Path(values.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _check_writable(path: str) -> None:
+    """Raises StokerError unless `path` can be written: before measuring, not after."""
+    try:
+        open(path, "a").close()
+    except OSError as error:
+        raise StokerError(f"--json: cannot write '{path}': {error.strerror or error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

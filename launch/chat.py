@@ -25,15 +25,20 @@ def define_flags(values: flags.FlagValues) -> None:
     """The flags of this command."""
     common.define_model_flags(values)
     common.define_sampling_flags(values, temperature=0.2, top_p=0.9, max_tokens=512)
-    flags.DEFINE_string("system", None, "System message.", flag_values=values)
+    common.define_chat_flags(values)
 
 
 def run(values: flags.FlagValues) -> None:
     """Talks until the input ends."""
     params = common.sampling_params(values)
+    template = common.chat_template(values)
     model = common.open_model(values)
     start = [] if values.system is None else [{"role": "system", "content": values.system}]
-    encode_chat(model.tokenizer, [*start, {"role": "user", "content": "Hello"}])
+
+    def encode(messages: list[dict[str, str]]) -> list[int]:
+        return encode_chat(model.tokenizer, messages, template=template)
+
+    encode([*start, {"role": "user", "content": "Hello"}])  # a template that fails, fails now
     session = common.new_session(values, model, DEFAULT_CONTEXT)
     session.warmup()
     interactive = sys.stdin.isatty()
@@ -51,7 +56,7 @@ def run(values: flags.FlagValues) -> None:
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            reply = Reply(prompt_ids=encode_chat(model.tokenizer, asked))
+            reply = Reply(prompt_ids=encode(asked))
             _answer(model, session, reply, params)
         except StokerError as error:
             print(f"stoker chat: {error}; /reset starts afresh", file=sys.stderr)

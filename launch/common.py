@@ -78,6 +78,23 @@ def define_model_flags(
         )
 
 
+def define_chat_flags(values: flags.FlagValues) -> None:
+    """`--system` and `--chat_template`."""
+    flags.DEFINE_string("system", None, "System message of a chat.", flag_values=values)
+    flags.DEFINE_string(
+        "chat_template",
+        None,
+        "File with a Jinja chat template to use in place of the model's own.",
+        flag_values=values,
+    )
+
+
+def chat_template(values: flags.FlagValues) -> str | None:
+    """The text of `--chat_template`, or None where it is not given."""
+    path = values.chat_template
+    return None if path is None else read_text("chat_template", path)
+
+
 def define_sampling_flags(
     values: flags.FlagValues, *, temperature: float = 0.0, top_p: float = 1.0, max_tokens: int = 256
 ) -> None:

@@ -32,7 +32,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_boolean(
         "chat", False, "Put --prompt into the model's chat template.", flag_values=values
     )
-    flags.DEFINE_string("system", None, "System message of --chat.", flag_values=values)
+    common.define_chat_flags(values)
     flags.DEFINE_boolean(
         "json", False, "Print one JSON object instead of streaming text.", flag_values=values
     )
@@ -83,8 +83,9 @@ def _check(values: flags.FlagValues) -> None:
         raise StokerError("give either --prompt=TEXT (- for standard input) or --prompt_ids=1,2,3")
     if values.chat and values.prompt_ids is not None:
         raise StokerError("--chat puts text into a template; it takes --prompt, not --prompt_ids")
-    if values.system is not None and not values.chat:
-        raise StokerError("--system is part of a chat; add --chat")
+    for name in ("system", "chat_template"):
+        if values[name].value is not None and not values.chat:
+            raise StokerError(f"--{name} is part of a chat; add --chat")
 
 
 def _given_ids(values: flags.FlagValues) -> list[int] | None:
@@ -115,7 +116,8 @@ def _encode(values: flags.FlagValues, model: Model, text: str) -> list[int]:
             )
         return ids
     system = [] if values.system is None else [{"role": "system", "content": values.system}]
-    return encode_chat(model.tokenizer, [*system, {"role": "user", "content": text}])
+    messages = [*system, {"role": "user", "content": text}]
+    return encode_chat(model.tokenizer, messages, template=common.chat_template(values))
 
 
 COMMAND = Command("generate", define_flags, run)
