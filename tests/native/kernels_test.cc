@@ -34,7 +34,9 @@ class Threads : public Pool {
     for (std::thread& thread : threads_) thread.join();
   }
   int64_t threads() const override { return count_; }
-  void schedule(std::function<void()> task) override { threads_.emplace_back(std::move(task)); }
+  void schedule(int64_t count, std::function<void()> task) override {
+    for (int64_t i = 0; i < count; ++i) threads_.emplace_back(task);
+  }
 
  private:
   int64_t count_;
@@ -43,7 +45,10 @@ class Threads : public Pool {
 
 class Random {
  public:
-  uint32_t bits() { return static_cast<uint32_t>((state_ = state_ * 6364136223846793005u + 1) >> 33); }
+  uint32_t bits() {
+    state_ = state_ * 6364136223846793005u + 1;
+    return static_cast<uint32_t>(state_ >> 33);
+  }
   float real() { return static_cast<float>(bits() % 20001) / 10000.0f - 1.0f; }
   std::vector<float> reals(int64_t n) {
     std::vector<float> x(static_cast<size_t>(n));
@@ -109,19 +114,23 @@ void check_product(Random& random, const Kernels& table, const char* name, const
                                        lane * 4 + c % 4];
     const int code = s.byte_codes ? byte : in < half ? byte & 15 : byte >> 4;
     const int64_t at = (tile * groups + c / s.group) * kTile + lane;
-    const double unit = s.super ? small.get()[at] * static_cast<double>(super.get()[
-                                      (tile * supers + c / s.group * supers / groups) * kTile + lane])
-                                : scale.get()[at];
+    double unit = scale.get()[at];
+    if (s.super) {
+      const int64_t factor = (tile * supers + c / s.group * supers / groups) * kTile + lane;
+      unit = small.get()[at] * static_cast<double>(super.get()[factor]);
+    }
     return (code - w.zero_point) * unit + (s.minimum ? minimum.get()[at] : 0.0f);
   };
   for (const bool exact : {false, true}) {
     for (const int64_t threads : {1, 3}) {
       Exact<float> out(s.T * s.R);
       w.out = out.get();
-      Exact<uint8_t> scratch(static_cast<int64_t>(scratch_bytes(&w, 1, s.T, s.C, exact)));
+      const Input input{x.data(), nullptr, Before::kNothing, 0};
+      Exact<uint8_t> scratch(
+          static_cast<int64_t>(scratch_bytes(&w, 1, s.T, s.C, input.before, exact)));
       {
         Threads pool(threads);
-        multiply(pool, table, x.data(), s.T, s.C, &w, 1, exact, scratch.get());
+        multiply(pool, table, input, s.T, s.C, &w, 1, exact, scratch.get());
       }
       double worst = 0, largest = 0;
       for (int64_t t = 0; t < s.T; ++t) {
@@ -136,7 +145,8 @@ void check_product(Random& random, const Kernels& table, const char* name, const
           largest = std::max(largest, size);
         }
       }
-      expect(worst <= (exact ? 1e-5 : 1e-2) * largest + 1e-6, exact ? "exact" : "int8", name, worst);
+      const double slack = (exact ? 1e-5 : 1e-2) * largest + 1e-6;
+      expect(worst <= slack, exact ? "exact" : "int8", name, worst);
     }
   }
 }
@@ -164,7 +174,7 @@ void check_dense(Random& random, const Kernels& table, const char* name, int64_t
     w.out = out.get();
     {
       Threads pool(2);
-      multiply(pool, table, x.data(), T, C, &w, 1, false, nullptr);
+      multiply(pool, table, {x.data(), nullptr, Before::kNothing, 0}, T, C, &w, 1, false, nullptr);
     }
     double worst = 0;
     for (int64_t t = 0; t < T; ++t) {

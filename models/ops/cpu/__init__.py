@@ -2,7 +2,7 @@
 
 from .attention import attention
 from .library import ISAS, Library, load, why_unavailable
-from .matmul import ACTIVATIONS, matmul, products
+from .matmul import ACTIVATIONS, gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
 from .peak import peak_operations
 
@@ -13,6 +13,7 @@ __all__ = [
     "PackedArray",
     "attention",
     "can_pack",
+    "gated_matmul",
     "load",
     "matmul",
     "pack",

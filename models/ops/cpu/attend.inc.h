@@ -11,7 +11,8 @@ STOKER_INLINE F load_head(const void* row, int64_t h, int64_t n) {
   return n >= kLanes ? Element<T>::get(p) : Element<T>::get_n(p, n);
 }
 
-// keys [n, H] into columns [H, n], n = kVectors * kLanes; those outside [from, to) are not read but zero.
+// keys [n, H] into columns [H, n], n = kVectors * kLanes; those outside [from, to) are not read,
+// but zero.
 template <typename T, int kVectors>
 static void transpose_keys(const void* const* keys, int64_t skip, int64_t from, int64_t to,
                            int64_t H, float* columns) {

@@ -54,24 +54,15 @@ static void dense_block(const T* weight, int64_t C, const float* x, float* out, 
   }
 }
 
-// Four weight rows times up to four activation rows at once fill half of the registers.
 template <typename T, int kCount>
 static void dense(const void* weight, int64_t C, int64_t count, const float* x, float* out,
                   int64_t ld) {
   const T* w = static_cast<const T*>(weight);
-  constexpr int kHalf = kCount > 4 ? 4 : kCount;
-  const auto part = [&](auto rows, int64_t first) {
-    constexpr int kPart = decltype(rows)::value;
-    if (count == 4) {
-      dense_block<T, 4, kPart>(w, C, x + first * C, out + first * ld, ld);
-    } else {
-      for (int64_t r = 0; r < count; ++r) {
-        dense_block<T, 1, kPart>(w + r * C, C, x + first * C, out + first * ld + r, ld);
-      }
-    }
-  };
-  part(std::integral_constant<int, kHalf>{}, 0);
-  if constexpr (kCount > 4) part(std::integral_constant<int, kCount - 4>{}, 4);
+  if (count == 4) {
+    dense_block<T, 4, kCount>(w, C, x, out, ld);
+  } else {
+    for (int64_t r = 0; r < count; ++r) dense_block<T, 1, kCount>(w + r * C, C, x, out + r, ld);
+  }
 }
 
 }  // namespace stoker::STOKER_ISA

@@ -65,7 +65,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v, ffi:
   a.softcap = softcap;
   a.scale = scale;
   a.out = out->typed_data();
-  XlaPool pool(threads, limit);
+  Crew pool = crew(threads, limit);
   const std::string problem = attend(pool, *table, a);
   if (!problem.empty()) return ffi::Error::InvalidArgument("attention: " + problem);
   return ffi::Error::Success();

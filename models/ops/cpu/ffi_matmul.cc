@@ -85,12 +85,19 @@ bool read_weight(const ffi::RemainingArgs& args, size_t* next, const int64_t* fi
   return !(flags & 4) || ((flags & 1) && read_factors(args, next, tiles, &w->minimum));
 }
 
-ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs args,
-                  ffi::RemainingRets rets, ffi::Span<const int64_t> fields, bool exact,
+ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> other,
+                  ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  ffi::Span<const int64_t> fields, int64_t before_index, float eps, bool exact,
                   int64_t isa, int64_t limit) {
   const auto dims = x.dimensions();
   if (dims.size() != 2) return ffi::Error::InvalidArgument("matmul: x is not a matrix");
   const int64_t T = dims[0], C = dims[1];
+  const auto before = static_cast<Before>(before_index);
+  const bool fits = before == Before::kNothing ||
+                    (before == Before::kNorm ? has_shape(other, {C}) : has_shape(other, {T, C}));
+  if (before_index < 0 || before > Before::kGelu || !fits) {
+    return ffi::Error::InvalidArgument("matmul: the second input does not fit x");
+  }
   const size_t count = fields.size() / kFields;
   if (count == 0 || fields.size() % kFields || rets.size() != count + 1) {
     return ffi::Error::InvalidArgument("matmul: weights and results do not match");
@@ -114,11 +121,12 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Remaini
   auto scratch = rets.get<ffi::BufferR1<ffi::U8>>(count);
   const int n = static_cast<int>(count);
   if (next != args.size() || !scratch.has_value() ||
-      (*scratch)->element_count() < scratch_bytes(weights.data(), n, T, C, exact)) {
+      (*scratch)->element_count() < scratch_bytes(weights.data(), n, T, C, before, exact)) {
     return ffi::Error::InvalidArgument("matmul: wrong number of arguments or too little scratch");
   }
-  XlaPool pool(threads, limit);
-  multiply(pool, *table, x.typed_data(), T, C, weights.data(), n, exact, (*scratch)->typed_data());
+  Crew pool = crew(threads, limit);
+  const Input input{x.typed_data(), other.typed_data(), before, eps};
+  multiply(pool, *table, input, T, C, weights.data(), n, exact, (*scratch)->typed_data());
   return ffi::Error::Success();
 }
 
@@ -129,9 +137,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_matmul, stoker::matmul,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("weights")
+                                  .Attr<int64_t>("before")
+                                  .Attr<float>("eps")
                                   .Attr<bool>("exact")
                                   .Attr<int64_t>("isa")
                                   .Attr<int64_t>("threads"));

@@ -8,7 +8,8 @@
 namespace stoker {
 
 constexpr int kTile = 16;      // output rows interleaved in a packed weight
-constexpr int kMaxRows = 8;    // activation rows that one micro-kernel call takes at most
+constexpr int kMaxRows = 4;    // activation rows that one micro-kernel call takes at most
+constexpr int kMaxTiles = 2;   // and packed tiles
 constexpr int kSpan = 256;     // keys that attention takes in one round, aligned by position
 constexpr int kMaxHead = 512;  // widest head
 constexpr int kMaxQueries = 48;           // query rows of one attention tile at most
@@ -37,12 +38,24 @@ struct Activations {
   const float* sum;       // sum of the (quantised) x of a block
 };
 
-// One packed tile times `rows` activation rows, over `blocks` blocks of `block` columns.
-// scale, minimum: float [blocks][kTile]. out [rows, ld]: the first `valid` of kTile are written;
-// `resume` continues from what is there.
-using TileFn = void (*)(const uint8_t* payload, const float* scale, const float* minimum,
-                        const Activations& x, int64_t blocks, int64_t block, int zero_point,
-                        float* out, int64_t ld, int64_t valid, bool resume);
+// One or two neighbouring packed tiles times a few activation rows.
+struct Tiles {
+  const uint8_t* payload;
+  int64_t tile_bytes;    // from one tile's payload to the next
+  const float* scale;    // [tiles][stride][kTile], one for each block
+  const float* minimum;  // likewise
+  int64_t stride;
+  Activations x;
+  int64_t blocks;
+  int64_t block;
+  int zero_point;
+  float* out;            // [rows, ld]; the first `valid` columns are written
+  int64_t ld;
+  int64_t valid;
+  bool resume;           // go on from what is in `out`
+  int64_t ahead;         // bytes ahead in the payload to fetch while at work; 0: none
+};
+using TileFn = void (*)(const Tiles& tiles);
 
 // `count` rows (1..4) of a dense row-major weight [count, C] times x [rows, C].
 using DenseFn = void (*)(const void* weight, int64_t C, int64_t count, const float* x, float* out,
@@ -77,8 +90,10 @@ struct Kernels {
                      float* sum);
   // float [blocks][kTile] of a tile's scales from block `first` on; a group holds `repeat` blocks.
   void (*expand)(const Scales& scales, int64_t first, int64_t blocks, int64_t repeat, float* out);
-  TileFn product[2][2][kMaxRows];  // [8-bit codes][minimum][rows - 1]
-  TileFn exact[2][2][kMaxRows];
+  // Tiles that `product` and `exact` take at once, at most.
+  int tiles;
+  TileFn product[2][2][kMaxTiles][kMaxRows];  // [8-bit codes][minimum][tiles - 1][rows - 1]
+  TileFn exact[2][2][kMaxTiles][kMaxRows];
   DenseFn dense[3][kMaxRows];      // [Type][rows - 1]
   void (*attend[3])(const AttentionTile& tile);  // [Type of the pages]
   // Folds a later span's (peak, total, out) of `rows` rows into an earlier one's.

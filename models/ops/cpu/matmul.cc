@@ -8,7 +8,8 @@ namespace {
 
 constexpr int64_t kChunkBlocks = 64;             // scales expanded at once, per tile
 constexpr int64_t kActivationBytes = 256 << 10;  // rows of x that a core's cache should hold
-constexpr int64_t kSerialElements = 32 << 10;    // less than this is not worth a second thread
+constexpr int64_t kSerialElements = 32 << 10;    // fewer are not worth a second thread
+constexpr int64_t kSerialGated = 4 << 10;        // likewise, of exponentials
 
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -24,10 +25,19 @@ struct Prepared {
 
   bool serves(int64_t b, int32_t z) const { return block == b && zero_point == z; }
 
-  // The part that starts at row t, a multiple of kMaxRows.
-  Activations at(int64_t t, int64_t C) const {
-    const int64_t blocks = C / block;
-    return {codes + t * C, scale + t * blocks, init + t * blocks, values + t * C, sum + t * blocks};
+  // `rows` rows from t on, a multiple of kMaxRows, and their blocks of columns from b on.
+  Activations at(int64_t t, int64_t C, int64_t b, int64_t rows) const {
+    const int64_t element = t * C + b * block * rows, of_block = t * (C / block) + b * rows;
+    Activations x{};
+    if (codes) {
+      x.codes = codes + element;
+      x.scale = scale + of_block;
+      x.init = init + of_block;
+    } else {
+      x.values = values + element;
+    }
+    x.sum = sum + of_block;
+    return x;
   }
 };
 
@@ -35,44 +45,67 @@ int32_t effective_zero(const Weight& w, int byte_bias) {
   return w.zero_point - (w.byte_codes ? byte_bias : 0);
 }
 
-// Lays the distinct preparations out from `at`; returns the end.
-uint8_t* plan(const Weight* weights, int count, int byte_bias, int64_t T, int64_t C, bool exact,
-              uint8_t* at, std::vector<Prepared>* all) {
+// Scratch memory: the input as it goes into the products, and its distinct preparations.
+struct Plan {
+  float* rows = nullptr;  // [T, C]; nullptr: x as it is
+  std::vector<Prepared> all;
+  size_t bytes = 0;
+};
+
+Plan plan(const Weight* weights, int count, int byte_bias, int64_t T, int64_t C, Before before,
+          bool exact, uint8_t* scratch) {
+  Plan p;
   const auto take = [&](size_t bytes) {
-    uint8_t* mine = at;
-    at += aligned(bytes);
+    uint8_t* mine = scratch + p.bytes;
+    p.bytes += aligned(bytes);
     return mine;
   };
+  const size_t elements = static_cast<size_t>(T * C);
+  if (before != Before::kNothing) p.rows = reinterpret_cast<float*>(take(elements * 4));
   for (int i = 0; i < count; ++i) {
     const Weight& w = weights[i];
     const int32_t zero = effective_zero(w, byte_bias);
-    const auto same = [&](const Prepared& p) { return p.serves(w.block, zero); };
-    if (!w.packed || std::any_of(all->begin(), all->end(), same)) continue;
+    const auto same = [&](const Prepared& other) { return other.serves(w.block, zero); };
+    if (!w.packed || std::any_of(p.all.begin(), p.all.end(), same)) continue;
     const size_t per_block = static_cast<size_t>(T * (C / w.block)) * 4;
-    const size_t elements = static_cast<size_t>(T * C);
-    Prepared p{w.block, zero, nullptr, nullptr, nullptr, nullptr, nullptr};
-    p.sum = reinterpret_cast<float*>(take(per_block));
+    Prepared next{w.block, zero, nullptr, nullptr, nullptr, nullptr, nullptr};
+    next.sum = reinterpret_cast<float*>(take(per_block));
     if (exact) {
-      p.values = reinterpret_cast<float*>(take(elements * 4));
+      next.values = reinterpret_cast<float*>(take(elements * 4));
     } else {
-      p.codes = reinterpret_cast<int8_t*>(take(elements));
-      p.scale = reinterpret_cast<float*>(take(per_block));
-      p.init = reinterpret_cast<int32_t*>(take(per_block));
+      next.codes = reinterpret_cast<int8_t*>(take(elements));
+      next.scale = reinterpret_cast<float*>(take(per_block));
+      next.init = reinterpret_cast<int32_t*>(take(per_block));
     }
-    all->push_back(p);
+    p.all.push_back(next);
   }
-  return at;
+  return p;
 }
 
-void prepare(const Kernels& k, const Prepared& p, const float* x, int64_t t, int64_t rows,
+// Rows [t, t + rows) of the input, then each preparation of them.
+void prepare(const Kernels& k, const Input& input, const Plan& plan, int64_t t, int64_t rows,
              int64_t C, bool exact) {
-  const int64_t blocks = C / p.block;
+  const float* x = input.x + t * C;
+  if (plan.rows) {
+    float* to = plan.rows + t * C;
+    if (input.before == Before::kNorm) {
+      for (int64_t i = 0; i < rows; ++i) {
+        k.rms_norm(x + i * C, input.other, C, input.eps, to + i * C);
+      }
+    } else {
+      k.gated(x, input.other + t * C, rows * C, input.before == Before::kGelu, to);
+    }
+    x = to;
+  }
   const int n = static_cast<int>(rows);
-  if (exact) {
-    k.interleave(x + t * C, C, n, C, p.block, p.values + t * C, p.sum + t * blocks);
-  } else {
-    k.quantize(x + t * C, C, n, C, p.block, p.zero_point, p.codes + t * C, p.scale + t * blocks,
-               p.sum + t * blocks, p.init + t * blocks);
+  for (const Prepared& p : plan.all) {
+    const int64_t blocks = C / p.block;
+    if (exact) {
+      k.interleave(x, C, n, C, p.block, p.values + t * C, p.sum + t * blocks);
+    } else {
+      k.quantize(x, C, n, C, p.block, p.zero_point, p.codes + t * C, p.scale + t * blocks,
+                 p.sum + t * blocks, p.init + t * blocks);
+    }
   }
 }
 
@@ -88,31 +121,52 @@ Scales of_tile(Scales scales, int64_t tile) {
   return scales;
 }
 
-// Rows [t0, t1) times one packed tile.
-void packed_tile(const Kernels& k, const Weight& w, const Prepared& p, int64_t tile, int64_t t0,
-                 int64_t t1, int64_t C, bool exact) {
-  alignas(64) float scale[kChunkBlocks * kTile];
-  alignas(64) float minimum[kChunkBlocks * kTile];
+// Asks for the scales of the tile after next: each tile's are too short for the processor to see
+// that they are a stream.
+void ask_ahead(const Scales& scales, int64_t tile, int64_t count) {
+  if (!scales.values) return;
+  const char* from = static_cast<const char*>(of_tile(scales, tile).values);
+  const char* to = static_cast<const char*>(of_tile(scales, tile + count).values);
+  for (; from < to; from += 64) __builtin_prefetch(from);
+}
+
+// Rows [t0, t1) times `count` packed tiles from `tile` on.
+void packed_tiles(const Kernels& k, const Weight& w, const Prepared& p, int64_t tile, int64_t count,
+                  int64_t t0, int64_t t1, int64_t C, bool exact) {
+  alignas(64) float scale[kMaxTiles * kChunkBlocks * kTile];
+  alignas(64) float minimum[kMaxTiles * kChunkBlocks * kTile];
   const bool has_minimum = w.minimum.values != nullptr;
-  const TileFn* kernels = (exact ? k.exact : k.product)[w.byte_codes][has_minimum];
+  const TileFn* kernels = (exact ? k.exact : k.product)[w.byte_codes][has_minimum][count - 1];
   const int64_t blocks = C / w.block, repeat = w.group / w.block;
   const int64_t block_bytes = w.block * kTile / (w.byte_codes ? 1 : 2);
-  const uint8_t* payload = static_cast<const uint8_t*>(w.data) + tile * blocks * block_bytes;
-  const int64_t valid = std::min<int64_t>(kTile, w.R - tile * kTile);
+  Tiles tiles{};
+  tiles.tile_bytes = blocks * block_bytes;
+  tiles.scale = scale;
+  tiles.minimum = minimum;
+  tiles.stride = kChunkBlocks;
+  tiles.block = w.block;
+  tiles.zero_point = w.zero_point;
+  tiles.ld = w.R;
+  tiles.valid = std::min(count * kTile, w.R - tile * kTile);
+  ask_ahead(w.scale, tile + count, count);
+  ask_ahead(w.minimum, tile + count, count);
   for (int64_t b = 0; b < blocks; b += kChunkBlocks) {
-    const int64_t n = std::min(kChunkBlocks, blocks - b);
-    k.expand(of_tile(w.scale, tile), b, n, repeat, scale);
-    if (has_minimum) k.expand(of_tile(w.minimum, tile), b, n, repeat, minimum);
+    tiles.payload =
+        static_cast<const uint8_t*>(w.data) + tile * tiles.tile_bytes + b * block_bytes;
+    tiles.blocks = std::min(kChunkBlocks, blocks - b);
+    tiles.resume = b > 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = i * kChunkBlocks * kTile;
+      k.expand(of_tile(w.scale, tile + i), b, tiles.blocks, repeat, scale + at);
+      if (!has_minimum) continue;
+      k.expand(of_tile(w.minimum, tile + i), b, tiles.blocks, repeat, minimum + at);
+    }
     for (int64_t t = t0; t < t1; t += kMaxRows) {
       const int64_t rows = std::min<int64_t>(kMaxRows, t1 - t);
-      Activations x = p.at(t, C);
-      x.codes += b * w.block * rows;
-      x.values += b * w.block * rows;
-      x.scale += b * rows;
-      x.init += b * rows;
-      x.sum += b * rows;
-      kernels[rows - 1](payload + b * block_bytes, scale, minimum, x, n, w.block, w.zero_point,
-                        w.out + t * w.R + tile * kTile, w.R, valid, b > 0);
+      tiles.x = p.at(t, C, b, rows);
+      tiles.ahead = t == t0 ? count * tiles.tile_bytes : 0;
+      tiles.out = w.out + t * w.R + tile * kTile;
+      kernels[rows - 1](tiles);
     }
   }
 }
@@ -134,30 +188,27 @@ void dense_tile(const Kernels& k, const Weight& w, const float* x, int64_t tile,
 
 }  // namespace
 
-size_t scratch_bytes(const Weight* weights, int count, int64_t T, int64_t C, bool exact) {
-  std::vector<Prepared> all;
-  uint8_t* const start = nullptr;
+size_t scratch_bytes(const Weight* weights, int count, int64_t T, int64_t C, Before before,
+                     bool exact) {
   // No byte bias: it could only make two preparations one.
-  return static_cast<size_t>(plan(weights, count, 0, T, C, exact, start, &all) - start);
+  return plan(weights, count, 0, T, C, before, exact, nullptr).bytes;
 }
 
-void multiply(Pool& pool, const Kernels& kernels, const float* x, int64_t T, int64_t C,
+void multiply(Pool& pool, const Kernels& kernels, const Input& input, int64_t T, int64_t C,
               const Weight* weights, int count, bool exact, uint8_t* scratch) {
   if (T == 0) return;
-  std::vector<Prepared> all;
-  plan(weights, count, kernels.byte_bias, T, C, exact, scratch, &all);
-
+  const Plan ready =
+      plan(weights, count, kernels.byte_bias, T, C, input.before, exact, scratch);
+  const float* x = ready.rows ? ready.rows : input.x;
   const int64_t row_blocks = (T + kMaxRows - 1) / kMaxRows;
   const auto prepare_block = [&](int64_t unit) {
-    const int64_t t = unit % row_blocks * kMaxRows;
-    prepare(kernels, all[static_cast<size_t>(unit / row_blocks)], x, t,
-            std::min<int64_t>(kMaxRows, T - t), C, exact);
+    const int64_t t = unit * kMaxRows;
+    prepare(kernels, input, ready, t, std::min<int64_t>(kMaxRows, T - t), C, exact);
   };
-  const int64_t preparations = row_blocks * static_cast<int64_t>(all.size());
-  if (T * C < kSerialElements) {
-    for (int64_t unit = 0; unit < preparations; ++unit) prepare_block(unit);
-  } else {
-    parallel_for(pool, preparations, prepare_block);
+  if (T * C < (input.before >= Before::kSilu ? kSerialGated : kSerialElements)) {
+    for (int64_t unit = 0; unit < row_blocks; ++unit) prepare_block(unit);
+  } else if (ready.rows || !ready.all.empty()) {
+    parallel_for(pool, row_blocks, prepare_block);
   }
 
   // Units are ranges of tiles by chunks of rows; tiles are numbered through all weights.
@@ -168,28 +219,33 @@ void multiply(Pool& pool, const Kernels& kernels, const float* x, int64_t T, int
     elements += weights[i].R * C;
   }
   const int64_t tiles = starts.back();
-  const int64_t row_bytes = C * (exact || all.empty() ? 4 : 1);
+  const int64_t row_bytes = C * (exact || ready.all.empty() ? 4 : 1);
   const int64_t chunk = std::max<int64_t>(1, kActivationBytes / row_bytes / kMaxRows) * kMaxRows;
   const int64_t chunks = (T + chunk - 1) / chunk;
+  // About eight ranges a thread, of whole steps.
+  const int64_t share = tiles / (pool.threads() * 8) / kernels.tiles * kernels.tiles;
   const int64_t range =
-      elements < kSerialElements ? tiles : std::max<int64_t>(1, tiles / (pool.threads() * 6));
+      elements < kSerialElements ? tiles : std::max<int64_t>(kernels.tiles, share);
   const int64_t ranges = (tiles + range - 1) / range;
   parallel_for(pool, chunks * ranges, [&](int64_t unit) {
     const int64_t t0 = unit / ranges * chunk, t1 = std::min(T, t0 + chunk);
     const int64_t first = unit % ranges * range, last = std::min(tiles, first + range);
     int i = 0;
-    for (int64_t tile = first; tile < last; ++tile) {
+    for (int64_t tile = first, step = 1; tile < last; tile += step) {
       while (tile >= starts[static_cast<size_t>(i) + 1]) ++i;
       const Weight& w = weights[i];
       const int64_t own = tile - starts[static_cast<size_t>(i)];
       if (!w.packed) {
         dense_tile(kernels, w, x, own, t0, t1, C);
+        step = 1;
         continue;
       }
+      const int64_t left = std::min(last, starts[static_cast<size_t>(i) + 1]) - tile;
+      step = std::min<int64_t>(kernels.tiles, left);
       const int32_t zero = effective_zero(w, kernels.byte_bias);
-      const Prepared* p = all.data();
+      const Prepared* p = ready.all.data();
       while (!p->serves(w.block, zero)) ++p;
-      packed_tile(kernels, w, *p, own, t0, t1, C, exact);
+      packed_tiles(kernels, w, *p, own, step, t0, t1, C, exact);
     }
   });
 }

@@ -24,12 +24,23 @@ struct Weight {
   float* out = nullptr;         // [T, R]
 };
 
-// Bytes that `multiply` needs at `scratch`.
-size_t scratch_bytes(const Weight* weights, int count, int64_t T, int64_t C, bool exact);
+// What is multiplied: x [T, C], or what `before` makes of it.
+enum class Before : int32_t { kNothing, kNorm, kSilu, kGelu };
+struct Input {
+  const float* x;
+  // kNorm: weight [C] of the RMS norm of x. kSilu, kGelu: [T, C], times the activation of x.
+  const float* other;
+  Before before;
+  float eps;  // of the norm
+};
 
-// out = x [T, C] times each weight's transpose. With `exact`, activations stay float32; else they
-// are quantised to int8 for packed weights. C is a multiple of each packed weight's group.
-void multiply(Pool& pool, const Kernels& kernels, const float* x, int64_t T, int64_t C,
+// Bytes that `multiply` needs at `scratch`.
+size_t scratch_bytes(const Weight* weights, int count, int64_t T, int64_t C, Before before,
+                     bool exact);
+
+// out = the input [T, C] times each weight's transpose. With `exact`, activations stay float32;
+// else they are quantised to int8 for packed weights. C is a multiple of each weight's group.
+void multiply(Pool& pool, const Kernels& kernels, const Input& input, int64_t T, int64_t C,
               const Weight* weights, int count, bool exact, uint8_t* scratch);
 
 }  // namespace stoker

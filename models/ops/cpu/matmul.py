@@ -19,6 +19,8 @@ Multiplicand = Readable | QuantArray
 ACTIVATIONS = ("int8", "float32")
 _DENSE = (jnp.float32, jnp.bfloat16, jnp.float16)
 _FLOAT_BYTES = 4
+#: What x may go through first, in the order of `Before` in matmul.h.
+_BEFORE = ("", "norm", "silu", "gelu_tanh")
 
 
 def matmul(
@@ -40,6 +42,7 @@ def products(
     x: jax.Array,
     weights: Sequence[Multiplicand],
     *,
+    norm: tuple[jax.Array, float] | None = None,
     activations: str = "int8",
     isa: str = "best",
     threads: int = 0,
@@ -53,6 +56,7 @@ def products(
       x: float32, bfloat16 or float16; computed with as float32.
       weights: packed arrays, or dense ones of float32, bfloat16 or float16; any mixture. A
         `QuantArray` that was not packed is dequantised anew by every call: it works, slowly.
+      norm: weight `[C]` and epsilon of an RMS norm that x goes through first, in float32.
       activations: "int8" quantises x for packed weights, a scale to each block of at most 32
         columns (as llama.cpp does); "float32" keeps x as it is. Dense weights always use float32.
       isa: one of `library.ISAS`.
@@ -61,6 +65,47 @@ def products(
     Raises:
       StokerError: the kernels are not available, or shapes or types do not fit.
     """
+    if norm is None:
+        return _call(x, None, "", 0.0, weights, activations, isa, threads)
+    weight, eps = norm
+    if weight.shape != x.shape[1:]:
+        raise StokerError(f"norm of shape {list(weight.shape)} does not fit x {list(x.shape)}")
+    return _call(x, weight, "norm", eps, weights, activations, isa, threads)
+
+
+def gated_matmul(
+    gate: jax.Array,
+    up: jax.Array,
+    weight: Multiplicand,
+    *,
+    activation: str = "silu",
+    activations: str = "int8",
+    isa: str = "best",
+    threads: int = 0,
+) -> jax.Array:
+    """`activation(gate) * up`, both `[T, C]`, times `weight [R, C]` transposed: float32 `[T, R]`.
+
+    `activation` is one of `models.config.ACTIVATIONS`, computed in float32; the rest as for
+    `products`.
+    """
+    if activation not in _BEFORE[2:]:
+        raise StokerError(f"activation '{activation}' must be one of {', '.join(_BEFORE[2:])}")
+    if gate.shape != up.shape:
+        raise StokerError(f"gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
+    return _call(gate, up, activation, 0.0, (weight,), activations, isa, threads)[0]
+
+
+def _call(
+    x: jax.Array,
+    other: jax.Array | None,
+    before: str,
+    eps: float,
+    weights: Sequence[Multiplicand],
+    activations: str,
+    isa: str,
+    threads: int,
+) -> tuple[jax.Array, ...]:
+    """Checks, then the foreign call; `before` is one of `_BEFORE`, what x goes through first."""
     if load() is None:
         raise StokerError(str(why_unavailable()))
     isa_index = isa_number(isa)
@@ -75,14 +120,19 @@ def products(
 
     T, C = x.shape
     exact = activations == "float32"
+    wide = x.astype(jnp.float32)
     operands = [leaf for weight in ready for leaf in jax.tree.leaves(weight)]
     shapes = [jax.ShapeDtypeStruct((T, weight.shape[0]), jnp.float32) for weight in ready]
-    shapes.append(jax.ShapeDtypeStruct((_scratch_bytes(ready, T, C, exact),), jnp.uint8))
+    scratch = _scratch_bytes(ready, T, C, exact) + (_FLOAT_BYTES * T * C + 64 if before else 0)
+    shapes.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
     call = jax.ffi.ffi_call("stoker_matmul", shapes, vmap_method="sequential")
     *results, _ = call(
-        x.astype(jnp.float32),
+        wide,
+        wide if other is None else other.astype(jnp.float32),
         *operands,
         weights=np.array([field for weight in ready for field in _fields(weight)], np.int64),
+        before=np.int64(_BEFORE.index(before)),
+        eps=np.float32(eps),
         exact=exact,
         isa=np.int64(isa_index),
         threads=np.int64(threads),

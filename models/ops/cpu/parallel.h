@@ -9,12 +9,26 @@
 
 namespace stoker {
 
-// Where helper tasks run: XLA's intra-op pool, or plain threads in the native test.
+// Where helper tasks run.
 class Pool {
  public:
   virtual ~Pool() = default;
   virtual int64_t threads() const = 0;
-  virtual void schedule(std::function<void()> task) = 0;
+  // Runs `task` on `count` other threads, sooner or later.
+  virtual void schedule(int64_t count, std::function<void()> task) = 0;
+};
+
+// Threads of the process, shared by all calls. A step makes a hundred calls some microseconds
+// apart, and to wake a sleeping thread takes longer than most of them. So a thread that ran out of
+// work looks for more for a while, giving way to any other that wants its core, before it sleeps.
+class Crew : public Pool {
+ public:
+  explicit Crew(int64_t threads);
+  int64_t threads() const override { return threads_; }
+  void schedule(int64_t count, std::function<void()> task) override;
+
+ private:
+  int64_t threads_;
 };
 
 // Calls body(i) once for each i in [0, units), on the caller and on idle pool threads.

@@ -8,8 +8,9 @@ namespace stoker::STOKER_ISA {
 template <Type kType>
 STOKER_INLINE F load_scale(const void* values, int64_t index) {
   if constexpr (kType == Type::kF32) return load(static_cast<const float*>(values) + index);
-  if constexpr (kType == Type::kBF16) return load_bf16(static_cast<const uint16_t*>(values) + index);
-  if constexpr (kType == Type::kF16) return load_half(static_cast<const uint16_t*>(values) + index);
+  const uint16_t* half = static_cast<const uint16_t*>(values) + index;
+  if constexpr (kType == Type::kBF16) return load_bf16(half);
+  if constexpr (kType == Type::kF16) return load_half(half);
   if constexpr (kType == Type::kI8) return load_i8(static_cast<const int8_t*>(values) + index);
   return load_u8(static_cast<const uint8_t*>(values) + index);
 }
@@ -55,110 +56,170 @@ static void expand(const Scales& scales, int64_t first_block, int64_t blocks, in
   }
 }
 
-template <bool kByte, int kCount>
-STOKER_INLINE void dot_block(const uint8_t* w, const int8_t* a, int64_t block, I* dot) {
-  if constexpr (kByte) {
-    for (int64_t c = 0; c < block; c += 4, w += 4 * kTile, a += 4 * kCount) {
-      const I codes = load_bytes(w);
-      for (int t = 0; t < kCount; ++t) dot[t] = dot4<false>(dot[t], codes, a + 4 * t);
+template <bool kByte, int kTiles, int kCount>
+STOKER_INLINE void dot_block(const uint8_t* w, int64_t tile_bytes, const int8_t* a, int64_t block,
+                             int64_t ahead, I (&dot)[kTiles][kCount]) {
+  const int8_t* a_high = a + block / 2 * kCount;
+  const int64_t step = kByte ? 4 : 8;
+  for (int64_t c = 0; c < block; c += step, w += 4 * kTile) {
+    I low[kTiles], high[kTiles];
+    STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+      low[i] = load_bytes(w + i * tile_bytes);
+      prefetch(w + i * tile_bytes + ahead);
+      if constexpr (!kByte) {
+        high[i] = high_nibbles(low[i]);
+        low[i] = low_nibbles(low[i]);
+      }
     }
-  } else {
-    const int8_t* a_high = a + block / 2 * kCount;
-    for (int64_t c = 0; c < block; c += 8, w += 4 * kTile, a += 4 * kCount, a_high += 4 * kCount) {
-      const I codes = load_bytes(w);
-      const I low = low_nibbles(codes), high = high_nibbles(codes);
-      for (int t = 0; t < kCount; ++t) dot[t] = dot4<true>(dot[t], low, a + 4 * t);
-      for (int t = 0; t < kCount; ++t) dot[t] = dot4<true>(dot[t], high, a_high + 4 * t);
+    STOKER_UNROLL for (int t = 0; t < kCount; ++t, a += 4) {
+      STOKER_UNROLL for (int i = 0; i < kTiles; ++i) dot[i][t] = dot4<!kByte>(dot[i][t], low[i], a);
+    }
+    if constexpr (!kByte) {
+      STOKER_UNROLL for (int t = 0; t < kCount; ++t, a_high += 4) {
+        STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+          dot[i][t] = dot4<true>(dot[i][t], high[i], a_high);
+        }
+      }
     }
   }
 }
 
-template <bool kByte, bool kMinimum, int kCount>
-static void product(const uint8_t* payload, const float* scale, const float* minimum,
-                    const Activations& x, int64_t blocks, int64_t block, int, float* out,
-                    int64_t ld, int64_t valid, bool resume) {
-  const int64_t bytes = block * kTile / (kByte ? 1 : 2);
-  for (int lane = 0; lane < kTile && lane < valid; lane += kLanes) {
-    const int64_t n = std::min<int64_t>(kLanes, valid - lane);
-    F total[kCount];
-    for (int t = 0; t < kCount; ++t) {
-      total[t] = resume ? load_n(out + t * ld + lane, n) : zero();
+// Sums of kTiles vectors of outputs for kCount rows, kept in registers over all blocks.
+template <int kTiles, int kCount>
+struct Sums {
+  F total[kTiles][kCount];
+
+  STOKER_INLINE void start(Sums& s, const Tiles& tiles, int lane) {
+    STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+      STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
+        const int64_t at = i * kTile + lane;
+        const float* old = tiles.out + t * tiles.ld + at;
+        s.total[i][t] = tiles.resume ? load_n(old, width(tiles, at)) : zero();
+      }
     }
-    const uint8_t* w = payload + lane * 4;
-    const int8_t* a = x.codes;
-    const float *unit = x.scale, *sum = x.sum;
-    const int32_t* init = x.init;
-    for (int64_t b = 0; b < blocks; ++b) {
-      I dot[kCount];
-      for (int t = 0; t < kCount; ++t) dot[t] = set1(init[t]);
+  }
+
+  STOKER_INLINE void finish(const Sums& s, const Tiles& tiles, int lane) {
+    STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+      STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
+        const int64_t at = i * kTile + lane;
+        store_n(tiles.out + t * tiles.ld + at, s.total[i][t], width(tiles, at));
+      }
+    }
+  }
+
+  // Lanes from column `at` on that are outputs.
+  STOKER_INLINE int64_t width(const Tiles& tiles, int64_t at) {
+    return std::clamp<int64_t>(tiles.valid - at, 0, kLanes);
+  }
+};
+
+template <bool kByte, bool kMinimum, int kTiles, int kCount>
+static void product(const Tiles& tiles) {
+  const int64_t block = tiles.block, bytes = block * kTile / (kByte ? 1 : 2);
+  for (int lane = 0; lane < kTile; lane += kLanes) {
+    Sums<kTiles, kCount> sums;
+    sums.start(sums, tiles, lane);
+    const uint8_t* w = tiles.payload + lane * 4;
+    const int8_t* a = tiles.x.codes;
+    const float *unit = tiles.x.scale, *sum = tiles.x.sum;
+    const int32_t* init = tiles.x.init;
+    const float *scale = tiles.scale + lane, *minimum = tiles.minimum + lane;
+    for (int64_t b = 0; b < tiles.blocks; ++b) {
+      I dot[kTiles][kCount];
+      STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
+        const I first_value = set1(init[t]);
+        STOKER_UNROLL for (int i = 0; i < kTiles; ++i) dot[i][t] = first_value;
+      }
       if (block == 32) {  // the common case, unrolled
-        dot_block<kByte, kCount>(w, a, 32, dot);
+        dot_block<kByte, kTiles, kCount>(w, tiles.tile_bytes, a, 32, tiles.ahead, dot);
       } else {
-        dot_block<kByte, kCount>(w, a, block, dot);
+        dot_block<kByte, kTiles, kCount>(w, tiles.tile_bytes, a, block, tiles.ahead, dot);
       }
-      const F s = load(scale + b * kTile + lane);
-      for (int t = 0; t < kCount; ++t) {
-        total[t] = fma(to_float(dot[t]), mul(s, set1(unit[t])), total[t]);
+      F s[kTiles], m[kTiles];
+      STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+        s[i] = load(scale + i * tiles.stride * kTile);
+        if constexpr (kMinimum) m[i] = load(minimum + i * tiles.stride * kTile);
       }
-      if constexpr (kMinimum) {
-        const F m = load(minimum + b * kTile + lane);
-        for (int t = 0; t < kCount; ++t) total[t] = fma(m, set1(sum[t]), total[t]);
+      STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
+        const F u = set1(unit[t]), all = set1(sum[t]);
+        STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+          F& total = sums.total[i][t];
+          total = fma(to_float(dot[i][t]), mul(s[i], u), total);
+          if constexpr (kMinimum) total = fma(m[i], all, total);
+        }
       }
       w += bytes;
       a += block * kCount;
       unit += kCount;
       sum += kCount;
       init += kCount;
+      scale += kTile;
+      minimum += kTile;
     }
-    for (int t = 0; t < kCount; ++t) store_n(out + t * ld + lane, total[t], n);
+    sums.finish(sums, tiles, lane);
   }
 }
 
-// One vector of codes, four columns each, times float activations.
-template <int kCount>
-STOKER_INLINE void exact_columns(I codes, int zero_point, const float* a, F* part) {
-  for (int j = 0; j < 4; ++j) {
-    const F w = to_float(add(byte_of_lane(codes, j), set1(-zero_point)));
-    for (int t = 0; t < kCount; ++t) {
-      part[t] = fma(w, set1(a[j * kCount + t]), part[t]);
+// One vector of codes of each tile, four columns each, times float activations.
+template <int kTiles, int kCount>
+STOKER_INLINE void exact_columns(const I (&codes)[kTiles], int zero_point, const float* a,
+                                 F (&part)[kTiles][kCount]) {
+  STOKER_UNROLL for (int j = 0; j < 4; ++j) {
+    F w[kTiles];
+    STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+      w[i] = to_float(add(byte_of_lane(codes[i], j), set1(-zero_point)));
+    }
+    STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
+      const F x = set1(a[j * kCount + t]);
+      STOKER_UNROLL for (int i = 0; i < kTiles; ++i) part[i][t] = fma(w[i], x, part[i][t]);
     }
   }
 }
 
-template <bool kByte, bool kMinimum, int kCount>
-static void exact(const uint8_t* payload, const float* scale, const float* minimum,
-                  const Activations& x, int64_t blocks, int64_t block, int zero_point, float* out,
-                  int64_t ld, int64_t valid, bool resume) {
-  const int64_t bytes = block * kTile / (kByte ? 1 : 2);
-  for (int lane = 0; lane < kTile && lane < valid; lane += kLanes) {
-    const int64_t n = std::min<int64_t>(kLanes, valid - lane);
-    F total[kCount];
-    for (int t = 0; t < kCount; ++t) {
-      total[t] = resume ? load_n(out + t * ld + lane, n) : zero();
-    }
-    for (int64_t b = 0; b < blocks; ++b) {
-      const uint8_t* w = payload + b * bytes + lane * 4;
-      const float* a = x.values + b * block * kCount;
-      F part[kCount];
-      for (int t = 0; t < kCount; ++t) part[t] = zero();
-      for (int64_t c = 0; c < block; c += kByte ? 4 : 8, w += 4 * kTile) {
-        const I codes = load_bytes(w);
+template <bool kByte, bool kMinimum, int kTiles, int kCount>
+static void exact(const Tiles& tiles) {
+  const int64_t block = tiles.block, step = kByte ? 4 : 8;
+  const uint8_t* payload = tiles.payload;
+  for (int lane = 0; lane < kTile; lane += kLanes) {
+    Sums<kTiles, kCount> sums;
+    sums.start(sums, tiles, lane);
+    const uint8_t* w = payload + lane * 4;
+    for (int64_t b = 0; b < tiles.blocks; ++b) {
+      const float* a = tiles.x.values + b * block * kCount;
+      F part[kTiles][kCount];
+      STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+        STOKER_UNROLL for (int t = 0; t < kCount; ++t) part[i][t] = zero();
+      }
+      for (int64_t c = 0; c < block; c += step, w += 4 * kTile) {
+        I low[kTiles], high[kTiles];
+        STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+          low[i] = load_bytes(w + i * tiles.tile_bytes);
+          if constexpr (!kByte) {
+            high[i] = high_nibbles(low[i]);
+            low[i] = low_nibbles(low[i]);
+          }
+        }
         if constexpr (kByte) {
-          exact_columns<kCount>(codes, zero_point, a + c * kCount, part);
+          exact_columns<kTiles, kCount>(low, tiles.zero_point, a + c * kCount, part);
         } else {
-          exact_columns<kCount>(low_nibbles(codes), zero_point, a + c / 2 * kCount, part);
-          exact_columns<kCount>(high_nibbles(codes), zero_point,
-                                a + (c / 2 + block / 2) * kCount, part);
+          exact_columns<kTiles, kCount>(low, tiles.zero_point, a + c / 2 * kCount, part);
+          exact_columns<kTiles, kCount>(high, tiles.zero_point, a + (c + block) / 2 * kCount, part);
         }
       }
-      const F s = load(scale + b * kTile + lane);
-      for (int t = 0; t < kCount; ++t) total[t] = fma(part[t], s, total[t]);
-      if constexpr (kMinimum) {
-        const F m = load(minimum + b * kTile + lane);
-        for (int t = 0; t < kCount; ++t) total[t] = fma(m, set1(x.sum[b * kCount + t]), total[t]);
+      STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+        const int64_t at = (i * tiles.stride + b) * kTile + lane;
+        const F s = load(tiles.scale + at);
+        STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
+          F& total = sums.total[i][t];
+          total = fma(part[i][t], s, total);
+          if constexpr (kMinimum) {
+            total = fma(load(tiles.minimum + at), set1(tiles.x.sum[b * kCount + t]), total);
+          }
+        }
       }
     }
-    for (int t = 0; t < kCount; ++t) store_n(out + t * ld + lane, total[t], n);
+    sums.finish(sums, tiles, lane);
   }
 }
 

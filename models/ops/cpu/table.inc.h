@@ -7,6 +7,11 @@
 
 namespace stoker::STOKER_ISA {
 
+// The kernels for kByte and kMinimum by number of tiles and rows.
+#define STOKER_TILE_FNS(kernel, byte, minimum)          \
+  {{kernel<byte, minimum, 1, kCounts + 1>...}, {        \
+    kernel<byte, minimum, kProductTiles, kCounts + 1>...}}
+
 template <int... kCounts>
 static Kernels make_table(std::integer_sequence<int, kCounts...>) {
   return Kernels{
@@ -14,11 +19,14 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
       quantize,
       interleave,
       expand,
-      {{{product<false, false, kCounts + 1>...}, {product<false, true, kCounts + 1>...}},
-       {{product<true, false, kCounts + 1>...}, {product<true, true, kCounts + 1>...}}},
-      {{{exact<false, false, kCounts + 1>...}, {exact<false, true, kCounts + 1>...}},
-       {{exact<true, false, kCounts + 1>...}, {exact<true, true, kCounts + 1>...}}},
-      {{dense<float, kCounts + 1>...}, {dense<Bf16, kCounts + 1>...}, {dense<Half, kCounts + 1>...}},
+      kProductTiles,
+      {{STOKER_TILE_FNS(product, false, false), STOKER_TILE_FNS(product, false, true)},
+       {STOKER_TILE_FNS(product, true, false), STOKER_TILE_FNS(product, true, true)}},
+      {{STOKER_TILE_FNS(exact, false, false), STOKER_TILE_FNS(exact, false, true)},
+       {STOKER_TILE_FNS(exact, true, false), STOKER_TILE_FNS(exact, true, true)}},
+      {{dense<float, kCounts + 1>...},
+       {dense<Bf16, kCounts + 1>...},
+       {dense<Half, kCounts + 1>...}},
       {attend<float>, attend<Bf16>, attend<Half>},
       merge,
       scale,

@@ -105,6 +105,59 @@ def test_many_weights_are_one_call_and_the_same_bits() -> None:
     assert jax.jit(cpu.products).lower(x, weights).as_text().count("custom_call") == 1
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("T", [1, 9, 70])
+@pytest.mark.parametrize("activations", cpu.ACTIVATIONS)
+def test_norm_before_products(activations: str, T: int, isa: str) -> None:
+    packed, dense = cpu.pack(random_quant("q4_1", 20)), jnp.asarray(rows(7, 160))
+    x, weight = 3 * rows(T, 160), rows(1, 160, seed=5)[0]
+    got = cpu.products(x, (packed, dense), norm=(weight, 1e-5), activations=activations, isa=isa)
+    normed = x / np.sqrt((np.float64(x) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
+    # A code on the verge of rounding may fall either way.
+    loose = 1e-3 if activations == "int8" else 3e-6
+    seen = as_int8(np.float32(normed), packed.block) if activations == "int8" else normed
+    for result, want, slack in (
+        (got[0], product(seen, dequantize(cpu.unpack(packed))), loose),
+        (got[1], product(normed, dense), 3e-6),
+    ):
+        np.testing.assert_allclose(result, want, rtol=0, atol=slack * np.abs(want).max())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("T", [1, 9, 70])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate_before_product(activation: str, T: int, isa: str) -> None:
+    gate, up = 8 * rows(T, 160), rows(T, 160, seed=5)
+    gate[0, :4] = [100, -100, 1e30, -1e30]
+    wide = np.float64(gate)
+    if activation == "silu":
+        opened = wide / (1 + np.exp(np.minimum(-wide, 700)))
+    else:
+        inner = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+        opened = 0.5 * wide * (1 + np.tanh(inner))
+    up[0, 2] = 1e-30
+    want = product(opened * up, weight := rows(11, 160))
+    got = cpu.gated_matmul(gate, up, jnp.asarray(weight), activation=activation, isa=isa)
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+    packed = cpu.pack(random_quant("q4_1", 20))
+    close = cpu.gated_matmul(gate, up, packed, activation=activation, isa=isa)
+    want = product(as_int8(np.float32(opened * up), 32), dequantize(cpu.unpack(packed)))
+    np.testing.assert_allclose(close, want, rtol=0, atol=1e-3 * np.abs(want).max())
+
+
+def test_bits_of_a_row_after_norm_or_gate_depend_on_nothing_else() -> None:
+    packed = cpu.pack(random_quant("q4_1", 200))
+    x, up, norm = rows(33, 160), rows(33, 160, seed=5), (jnp.ones(160), 1e-6)
+    every = [cpu.products(x, (packed,), norm=norm, threads=1)[0], cpu.gated_matmul(x, up, packed)]
+    for T in (1, 8):
+        some = [
+            cpu.products(x[-T:], (packed,), norm=norm)[0],
+            cpu.gated_matmul(x[-T:], up[-T:], packed),
+        ]
+        for one, all_rows in zip(some, every, strict=True):
+            np.testing.assert_array_equal(one, all_rows[-T:])
+
+
 def test_unpacked_weights_work_too() -> None:
     array = random_quant("q4_1", 20)
     x = rows(4, 160)
@@ -195,9 +248,12 @@ def test_handler_refuses_what_python_would_not_send(
         jax.block_until_ready(
             call(
                 jnp.zeros(shapes["x"]),
+                jnp.zeros(shapes["x"]),
                 jnp.zeros(shapes["payload"], jnp.uint8),
                 jnp.zeros(shapes["scale"], jnp.float16),
                 weights=np.array(fields, np.int64),
+                before=np.int64(0),
+                eps=np.float32(0),
                 exact=False,
                 isa=np.int64(0),
                 threads=np.int64(0),
