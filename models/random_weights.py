@@ -90,9 +90,9 @@ def _quantised(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> Q
     R, C = shape
     if C % _GROUP:
         raise StokerError(f"a row of {C} columns does not divide into groups of {_GROUP}")
-    codes = rng.integers(0, 256, (R, C * bits // 8), np.uint8)
+    codes: Any = rng.integers(0, 256, (R, C * bits // 8), np.uint8)
     step = C**-0.5 / 2 ** (bits - 2)
-    scale = np.full((R, C // _GROUP), step, np.float16)
+    scale: Any = np.full((R, C // _GROUP), step, np.float16)
     if bits == 8:
         return QuantArray(codes.view(np.int8), scale, bits=8, group=_GROUP)
     return QuantArray(codes, scale, (-7.5 * scale).astype(np.float16), bits=4, group=_GROUP)

@@ -70,9 +70,9 @@ def attention_block(
     config: ModelConfig,
 ) -> tuple[jax.Array, LayerCache]:
     """Norm, projections, rotary embedding, attention over the pages and output projection."""
-    normed = ops.rms_norm(x, weights["attn_norm"], config.norm_eps)
-
-    projections = ops.products(normed, [weights[name] for name in "qkv"], config.kernels)
+    norm = (weights["attn_norm"], config.norm_eps)
+    matrices = [weights[name] for name in "qkv"]
+    projections = ops.products(x, matrices, config.kernels, norm=norm)
     if config.attention_bias:
         biases = (weights[f"{name}_bias"] for name in "qkv")
         projections = tuple(
@@ -94,14 +94,14 @@ def attention_block(
 
 def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
     """Norm, then down(activation(gate) * up)."""
-    normed = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps)
-    gate, up = ops.products(normed, (weights["gate"], weights["up"]), config.kernels)
-    hidden = ops.activate(gate, config.activation) * up
-    return ops.matmul(hidden, weights["down"], config.kernels)
+    norm = (weights["mlp_norm"], config.norm_eps)
+    matrices = (weights["gate"], weights["up"])
+    gate, up = ops.products(x, matrices, config.kernels, norm=norm)
+    return ops.gated_matmul(gate, up, weights["down"], config.kernels, config.activation)
 
 
 def head(params: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
     """Logits float32 `[T, V]` of the decoder's output `x [T, D]`: final norm, then the head."""
-    normed = ops.rms_norm(x, params["final_norm"], config.norm_eps)
     weight = params["embedding"] if config.tied_head else params["head"]
-    return ops.matmul(normed, weight, config.kernels, jnp.dtype("float32"))
+    norm = (params["final_norm"], config.norm_eps)
+    return ops.products(x, (weight,), config.kernels, norm=norm, dtype=jnp.dtype("float32"))[0]

@@ -3,18 +3,17 @@
 `xla/` is the reference and runs anywhere; `cpu/` are compiled kernels for the CPU.
 """
 
-from .dispatch import attention, embed, matmul, products
-from .elementwise import activate, rms_norm, rotary_tables, rotate
+from .dispatch import attention, embed, gated_matmul, matmul, products
+from .elementwise import rotary_tables, rotate
 from .layout import Layout
 
 __all__ = [
     "Layout",
-    "activate",
     "attention",
     "embed",
+    "gated_matmul",
     "matmul",
     "products",
-    "rms_norm",
     "rotary_tables",
     "rotate",
 ]

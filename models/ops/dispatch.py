@@ -11,30 +11,57 @@ from ..config import Kernels
 from ..errors import StokerError
 from ..quantized import QuantArray, Weight, densify
 from . import cpu, xla
+from .elementwise import activate, rms_norm
 from .layout import Layout
 
 #: What a product multiplies with: also the layout that the CPU kernels stream.
 AnyWeight = Weight | cpu.PackedArray
 
 
+#: Weight `[D]` and epsilon of an RMS norm.
+Norm = tuple[jax.Array, float]
+
+
 def products(
-    x: jax.Array, weights: Sequence[AnyWeight], kernels: Kernels, dtype: jnp.dtype | None = None
+    x: jax.Array,
+    weights: Sequence[AnyWeight],
+    kernels: Kernels,
+    *,
+    norm: Norm | None = None,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, ...]:
-    """`x [T, C]` times the transpose of each weight `[R_i, C]`: `[T, R_i]` in `dtype` or x's."""
+    """`x [T, C]` times the transpose of each weight `[R_i, C]`: `[T, R_i]` in `dtype` or x's.
+
+    With `norm`, x goes through that RMS norm first.
+    """
     if kernels.platform == "cpu":
-        results = cpu.products(
-            x, [_packed(weight) for weight in weights], activations=kernels.activations
-        )
+        packed = [_packed(weight) for weight in weights]
+        results = cpu.products(x, packed, norm=norm, activations=kernels.activations)
     else:
-        results = tuple(xla.matmul(x, _plain(weight)) for weight in weights)
+        normed = x if norm is None else rms_norm(x, *norm)
+        results = tuple(xla.matmul(normed, _plain(weight)) for weight in weights)
     return tuple(result.astype(dtype or x.dtype) for result in results)
 
 
-def matmul(
-    x: jax.Array, weight: AnyWeight, kernels: Kernels, dtype: jnp.dtype | None = None
+def matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
+    """`x [T, C]` times the transpose of `weight [R, C]`: `[T, R]` in x's dtype."""
+    return products(x, (weight,), kernels)[0]
+
+
+def gated_matmul(
+    gate: jax.Array, up: jax.Array, weight: AnyWeight, kernels: Kernels, activation: str
 ) -> jax.Array:
-    """`products` with one weight."""
-    return products(x, (weight,), kernels, dtype)[0]
+    """`activation(gate) * up`, both `[T, F]`, times the transpose of `weight [R, F]`: `[T, R]`.
+
+    `activation` is one of `models.config.ACTIVATIONS`; the result has gate's dtype.
+    """
+    if kernels.platform == "cpu":
+        result = cpu.gated_matmul(
+            gate, up, _packed(weight), activation=activation, activations=kernels.activations
+        )
+    else:
+        result = xla.matmul(activate(gate, activation) * up, _plain(weight))
+    return result.astype(gate.dtype)
 
 
 def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
