@@ -25,7 +25,7 @@ def new_cache(
     page_tokens: int = PAGE_TOKENS,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-    """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.dtype`.
+    """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.kv_dtype`.
 
     On a mesh, KV heads are split as the projections that fill them.
     """
@@ -33,7 +33,7 @@ def new_cache(
     placement = None if mesh is None else sharding((None, None, "kv_heads", None), shape, mesh)
 
     def pages() -> jax.Array:
-        return jnp.zeros(shape, config.compute_dtype, device=placement)
+        return jnp.zeros(shape, config.cache_dtype, device=placement)
 
     return tuple((pages(), pages()) for _ in range(config.n_layers))
 
@@ -46,4 +46,4 @@ def pages_for(n_tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
 def token_bytes(config: ModelConfig) -> int:
     """Bytes that one token's keys and values take over all layers."""
     width = config.n_kv_heads * config.head_dim
-    return 2 * config.n_layers * width * config.compute_dtype.itemsize
+    return 2 * config.n_layers * width * config.cache_dtype.itemsize

@@ -123,10 +123,21 @@ def sample(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.A
       positions: int32 `[S]`, the position each chosen token will take: with the seed, it alone
         decides the draw.
     """
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = _first_largest(logits)
     greedy = sampling.temperature < GREEDY_BELOW
     drawn = jax.lax.cond(jnp.all(greedy), lambda: best, lambda: _draw(logits, sampling, positions))
     return jnp.where(greedy, best, drawn)
+
+
+def _first_largest(values: jax.Array) -> jax.Array:
+    """`argmax` over the last axis; of a row with NaN, some index in range.
+
+    XLA on CPU vectorises two plain reductions, but not argmax's reduction of pairs.
+    """
+    width = values.shape[-1]
+    index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    largest = values.max(axis=-1, keepdims=True)
+    return jnp.where(values == largest, index, width - 1).min(axis=-1)
 
 
 def _draw(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
@@ -134,7 +145,7 @@ def _draw(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Ar
     scaled = scaled - scaled.max(axis=-1, keepdims=True)
     kept = filter_logits(scaled, sampling)
     gumbel = jax.vmap(_gumbel, in_axes=(0, 0, None))(sampling.key, positions, logits.shape[-1])
-    return jnp.argmax(kept + gumbel, axis=-1).astype(jnp.int32)
+    return _first_largest(kept + gumbel)
 
 
 def _gumbel(key: jax.Array, position: jax.Array, width: int) -> jax.Array:

@@ -21,7 +21,7 @@ from ..engine.accounting import arithmetic_peak, memory_bandwidth, peak_memory
 from ..engine.benchmark import Bench, Measurement
 from ..models.config import ModelConfig
 from ..models.errors import StokerError
-from ..models.loading import choose_kernels, default_dtype
+from ..models.loading import choose_kernels, choose_numerics
 from ..models.parameters import Params, count_bytes
 from ..models.random_weights import WEIGHTS, architecture, random_weights
 from . import common
@@ -98,10 +98,11 @@ def _subject(values: flags.FlagValues) -> _Subject:
         model = common.open_model(values)
         return _Subject(model.name, model.config, model.params, model.load_seconds)
     common.cache_programs(values)
-    config = dataclasses.replace(
+    config = choose_numerics(
         architecture(values.random_weights),
-        dtype=values.dtype or default_dtype(),
-        kernels=choose_kernels(values.kernels, values.activations),
+        values.dtype,
+        values.kv_dtype,
+        choose_kernels(values.kernels, values.activations),
     )
     params = random_weights(config, values.weights)
     return _Subject(f"{values.random_weights}, random {values.weights}", config, params, None)
@@ -137,6 +138,7 @@ def _report(subject: _Subject, results: list[Measurement]) -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "dtype": subject.config.dtype,
+        "kv_dtype": subject.config.kv_dtype,
         "kernels": dataclasses.asdict(subject.config.kernels),
         "load_s": subject.load_s,
         "parameter_bytes": count_bytes(subject.params),
@@ -190,7 +192,7 @@ def _print(report: dict[str, Any]) -> None:
     kernels = report["kernels"]
     print(
         f"{report['model']} on {report['device']}: {kernels['platform']} kernels, "
-        f"{kernels['activations']} activations, {report['dtype']} cache, jax {report['jax']}"
+        f"{kernels['activations']} activations, {report['kv_dtype']} cache, jax {report['jax']}"
     )
     Console(width=120, highlight=False).print(table)
     print(

@@ -36,7 +36,14 @@ def define_model_flags(
         "dtype",
         None,
         DTYPES,
-        "Type of activations and KV cache: float32 unless this is an accelerator, then bfloat16.",
+        "Type of activations: by default float32 on a CPU, and bfloat16 elsewhere.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "kv_dtype",
+        None,
+        DTYPES,
+        "Type of cached keys and values: by default --dtype, but bfloat16 beside int8 activations.",
         flag_values=values,
     )
     flags.DEFINE_enum(
@@ -137,6 +144,7 @@ def open_model(values: flags.FlagValues) -> Model:
         return load_model(
             values.model,
             dtype=values.dtype,
+            kv_dtype=values.kv_dtype,
             kernels=values.kernels,
             activations=values.activations,
             progress=progress,

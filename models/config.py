@@ -85,7 +85,8 @@ class ModelConfig:
       tied_head: the embedding table is the output head too.
       attention_bias: query, key and value projections have biases.
       activation: of the gate, one of `ACTIVATIONS`.
-      dtype: what activations and cache are computed and kept in, one of `DTYPES`.
+      dtype: what activations are computed in, one of `DTYPES`.
+      kv_dtype: what keys and values are kept in, likewise.
       kernels: who does the arithmetic.
     """
 
@@ -104,6 +105,7 @@ class ModelConfig:
     attention_bias: bool = False
     activation: str = "silu"
     dtype: str = "float32"
+    kv_dtype: str = "float32"
     kernels: Kernels = Kernels()
 
     def __post_init__(self) -> None:
@@ -133,13 +135,19 @@ class ModelConfig:
             raise StokerError(
                 f"activation '{self.activation}' is not known; supported: {', '.join(ACTIVATIONS)}"
             )
-        if self.dtype not in DTYPES:
-            raise StokerError(f"dtype '{self.dtype}' is not known; supported: {', '.join(DTYPES)}")
+        for dtype in (self.dtype, self.kv_dtype):
+            if dtype not in DTYPES:
+                raise StokerError(f"dtype '{dtype}' is not known; supported: {', '.join(DTYPES)}")
 
     @property
     def group_size(self) -> int:
         """G, query heads per KV head."""
         return self.n_heads // self.n_kv_heads
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """`kv_dtype` as a JAX type."""
+        return jnp.dtype(self.kv_dtype)
 
     @property
     def compute_dtype(self) -> jnp.dtype:

@@ -59,6 +59,7 @@ def load_model(
     name: str | os.PathLike[str] = DEFAULT_MODEL,
     *,
     dtype: str | None = None,
+    kv_dtype: str | None = None,
     kernels: str | None = None,
     activations: str | None = None,
     progress: Progress | None = None,
@@ -70,7 +71,8 @@ def load_model(
 
     Args:
       name: what `resolve` takes.
-      dtype: of activations and cache; by default float32 on CPU and bfloat16 elsewhere.
+      dtype: of activations; by default float32 on CPU and bfloat16 elsewhere.
+      kv_dtype: of cached keys and values; by default `dtype`, but bfloat16 beside int8 activations.
       kernels: "xla" or "cpu"; by default what `choose_kernels` says.
       activations: "float32" or "int8"; likewise.
       progress: told how many bytes of the checkpoint have been read.
@@ -81,8 +83,9 @@ def load_model(
     start = time.perf_counter()
     checkpoint = GGUFCheckpoint.open(resolve(name))
     family = family_for(checkpoint.metadata.get("general.architecture"))
-    config = family.config(checkpoint, dtype or default_dtype())
-    config = dataclasses.replace(config, kernels=choose_kernels(kernels, activations))
+    config = choose_numerics(
+        family.config(checkpoint), dtype, kv_dtype, choose_kernels(kernels, activations)
+    )
     check_tensors(checkpoint, family, config)
     tokenizer = tokenizer_from_gguf(checkpoint.metadata)
     # More rows than tokens is padding; fewer would leave tokens without an embedding.
@@ -98,9 +101,15 @@ def load_model(
     return Model(str(name), path, config, params, tokenizer, size, seconds)
 
 
-def default_dtype() -> str:
-    """What activations and cache are kept in unless told otherwise."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+def choose_numerics(
+    config: ModelConfig, dtype: str | None, kv_dtype: str | None, kernels: Kernels
+) -> ModelConfig:
+    """`config` with these types and kernels; `load_model` says what None stands for."""
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if kv_dtype is None:
+        kv_dtype = "bfloat16" if kernels.activations == "int8" else dtype
+    return dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels)
 
 
 def choose_kernels(platform: str | None = None, activations: str | None = None) -> Kernels:

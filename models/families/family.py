@@ -76,7 +76,7 @@ class Family:
     paired_rows: tuple[str, ...] = ()
     activation: str = "silu"
 
-    def config(self, checkpoint: GGUFCheckpoint, dtype: str = "float32") -> ModelConfig:
+    def config(self, checkpoint: GGUFCheckpoint) -> ModelConfig:
         """The checkpoint's architecture, from its metadata and the shapes of its tensors.
 
         Raises `StokerError` naming the key or tensor that is missing or unsupported.
@@ -132,7 +132,6 @@ class Family:
                 for bias in BIAS_TENSORS
             ),
             activation=self.activation,
-            dtype=dtype,
         )
 
     def tensor_names(self, config: ModelConfig) -> dict[str, str]:

@@ -35,7 +35,7 @@ def test_tied_head_is_read_once() -> None:
 
 def test_token_bytes_are_what_the_cache_takes() -> None:
     for dtype in ("float32", "bfloat16"):
-        config = dataclasses.replace(TINY, dtype=dtype)
+        config = dataclasses.replace(TINY, kv_dtype=dtype)
         cache = new_cache(config, 9, 16)
         total = sum(pages.nbytes for pages in jax.tree.leaves(cache))
         assert total == 160 * token_bytes(config)

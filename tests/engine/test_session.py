@@ -113,7 +113,7 @@ def test_damaged_weights_are_an_error_and_the_session_survives() -> None:
 
 
 def test_bfloat16_is_close_to_float32() -> None:
-    config = dataclasses.replace(TINY, dtype="bfloat16")
+    config = dataclasses.replace(TINY, dtype="bfloat16", kv_dtype="bfloat16")
     scores = Session(PARAMS, config, context=64).score(PROMPT)[1:]
     exact = Session(PARAMS, TINY, context=64).score(PROMPT)[1:]
     np.testing.assert_allclose(scores, exact, atol=0.3)
