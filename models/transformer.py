@@ -81,12 +81,13 @@ def attention_block(
         )
     q, k, v = (projected.reshape(x.shape[0], -1, config.head_dim) for projected in projections)
     out, keys, values = ops.attention(
-        ops.rotate(q, *turn),
-        ops.rotate(k, *turn),
+        q,
+        k,
         v,
         *pages,
         layout,
         config.kernels,
+        turn=turn,
         scale=config.head_dim**-0.5,
     )
     return ops.matmul(out.reshape(x.shape[0], -1), weights["o"], config.kernels), (keys, values)

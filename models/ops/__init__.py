@@ -4,7 +4,7 @@
 """
 
 from .dispatch import attention, embed, gated_matmul, matmul, products
-from .elementwise import rotary_tables, rotate
+from .elementwise import rotary_tables
 from .layout import Layout
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "matmul",
     "products",
     "rotary_tables",
-    "rotate",
 ]

@@ -11,7 +11,7 @@ from ..config import Kernels
 from ..errors import StokerError
 from ..quantized import QuantArray, Weight, densify
 from . import cpu, xla
-from .elementwise import activate, rms_norm
+from .elementwise import activate, rms_norm, rotate
 from .layout import Layout
 
 #: What a product multiplies with: also the layout that the CPU kernels stream.
@@ -91,11 +91,15 @@ def attention(
     layout: Layout,
     kernels: Kernels,
     *,
+    turn: tuple[jax.Array, jax.Array],
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Appends this step's keys and values to the pages, then attends causally over live pages.
+    """Rotates q and k, appends keys and values to the pages, and attends causally over live pages.
 
-    Args and results as of `xla.attention`, which says more.
+    Args and results as of `xla.attention`, which says more, but for q and k, which are not rotated
+    yet, and `turn`: cosines and sines `[T, dims/2]` from `rotary_tables`.
     """
-    implementation = cpu.attention if kernels.platform == "cpu" else xla.attention
-    return implementation(q, k, v, k_pages, v_pages, layout, scale=scale)
+    if kernels.platform == "cpu":
+        return cpu.attention(q, k, v, k_pages, v_pages, layout, turn=turn, scale=scale)
+    q, k = rotate(q, *turn), rotate(k, *turn)
+    return xla.attention(q, k, v, k_pages, v_pages, layout, scale=scale)

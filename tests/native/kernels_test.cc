@@ -207,6 +207,8 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
   Exact<uint8_t> v_pages(cells * static_cast<int64_t>(width));
   const std::vector<float> q = random.reals(T * z.N * z.H);
   const std::vector<float> k = random.reals(T * z.K * z.H);
+  const int64_t half = z.H / 3;  // the rest of a head is not turned
+  const std::vector<float> cos = random.reals(T * half), sin = random.reals(T * half);
   // Equal values: whatever the weights, attention must return them.
   const std::vector<float> v(static_cast<size_t>(T * z.K * z.H), 0.5f);
   for (int64_t i = 0; i < cells; ++i) {
@@ -220,7 +222,7 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
   for (const int64_t threads : {1, 3}) {
     Exact<float> out(T * z.N * z.H);
     Threads pool(threads);
-    const Attention a{q.data(), k.data(), v.data(), k_pages.get(), v_pages.get(), z.type,
+    const Attention a{q.data(), k.data(), v.data(), cos.data(), sin.data(), half, k_pages.get(), v_pages.get(), z.type,
                       start.data(), lens.data(), pages.data(), T, z.N, z.K, z.H, S, M, P, z.Z,
                       z.window, z.softcap, 0.3f, out.get()};
     const std::string problem = attend(pool, table, a);

@@ -62,17 +62,22 @@ int64_t token_offset(const Attention& a, int64_t slot, int64_t pos) {
 }
 
 void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
-  const int64_t row = a.query_start[slot] + query, n = a.K * a.H;
+  const int64_t row = a.query_start[slot] + query;
   const int64_t to = token_offset(a, slot, position(a, slot, query));
-  const auto copy = [&](const float* x, void* pages) {
+  const auto store = [&](const float* x, int64_t n, void* pages, int64_t at) {
     if (a.type == Type::kF32) {
-      std::memcpy(static_cast<float*>(pages) + to, x, static_cast<size_t>(n) * sizeof(float));
+      std::memcpy(static_cast<float*>(pages) + at, x, static_cast<size_t>(n) * sizeof(float));
     } else {
-      k.store_bf16(x, n, static_cast<uint16_t*>(pages) + to);
+      k.store_bf16(x, n, static_cast<uint16_t*>(pages) + at);
     }
   };
-  copy(a.k + row * n, a.k_pages);
-  copy(a.v + row * n, a.v_pages);
+  alignas(64) float turned[kMaxHead];
+  for (int64_t head = 0; head < a.K; ++head) {
+    const float* x = a.k + (row * a.K + head) * a.H;
+    k.rotate(x, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H, 1.0f, turned);
+    store(turned, a.H, a.k_pages, to + head * a.H);
+  }
+  store(a.v + row * a.K * a.H, a.K * a.H, a.v_pages, to);
 }
 
 // One task at work: its scaled queries, and where results go.
@@ -83,16 +88,20 @@ struct Worker {
   alignas(64) float q[kQueryFloats];
 
   int64_t group() const { return a.N / a.K; }
-  // Elements before the task's row r (counted through its heads) in q and out.
+  // The flat row of the task's row r (counted through its heads).
+  int64_t flat(int64_t r) const {
+    return a.query_start[task.slot] + (task.first + r % task.rows) / group();
+  }
+  // Elements before it in q and out.
   int64_t place(int64_t r) const {
     const int64_t head = task.head + r / task.rows, row = task.first + r % task.rows;
-    const int64_t query = a.query_start[task.slot] + row / group();
-    return (query * a.N + head * group() + row % group()) * a.H;
+    return (flat(r) * a.N + head * group() + row % group()) * a.H;
   }
 
   void load_queries() {
     for (int64_t r = 0; r < task.all_rows(); ++r) {
-      k.scale(a.q + place(r), a.scale, a.H, q + r * a.H);
+      const int64_t turn = flat(r) * a.half;
+      k.rotate(a.q + place(r), a.cos + turn, a.sin + turn, a.half, a.H, a.scale, q + r * a.H);
     }
   }
 

@@ -9,11 +9,14 @@
 
 namespace stoker {
 
-// Shapes as in models/ops/attention.py; see there for the meaning of the layout.
+// Shapes as in models/ops/layout.py; see there for the meaning of the layout.
 struct Attention {
   const float* q;  // [T, N, H]
   const float* k;  // [T, K, H]
   const float* v;
+  const float* cos;  // [T, half]: what q and k are turned by on their way; see Kernels::rotate
+  const float* sin;
+  int64_t half;
   void* k_pages;   // [P, Z, K, H], updated in place
   void* v_pages;
   Type type;       // of the pages: kF32 or kBF16

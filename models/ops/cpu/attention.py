@@ -25,6 +25,7 @@ def attention(
     layout: Layout,
     *,
     scale: float,
+    turn: tuple[jax.Array, jax.Array] | None = None,
     window: int = 0,
     softcap: float = 0.0,
     isa: str = "best",
@@ -37,13 +38,15 @@ def attention(
     was cut into chunks, the other slots, or the threads.
 
     Args:
-      q: `[T, N, H]`, rotated; float32, or bfloat16 (computed with as float32).
-      k: `[T, K, H]`, rotated.
+      q: `[T, N, H]`; float32, or bfloat16 (computed with as float32).
+      k: `[T, K, H]`.
       v: `[T, K, H]`.
       k_pages: float32 or bfloat16 `[P, Z, K, H]`; donate it, and it is updated in place.
       v_pages: `[P, Z, K, H]`, likewise.
       layout: where the rows sit. Padding rows write nothing and yield zeros.
       scale: factor on the scores, usually H ** -0.5.
+      turn: cosines and sines float32 `[T, dims/2]` of the rotary embedding that q and k go through
+        first; None leaves them as they are.
       window: tokens that a row sees, itself included; 0 for all.
       softcap: scores become softcap * tanh(score / softcap); 0 for none.
       isa: one of `library.ISAS`.
@@ -59,7 +62,9 @@ def attention(
     if load() is None:
         raise StokerError(str(why_unavailable()))
     isa_index = isa_number(isa)
-    _check(q, k, v, k_pages, v_pages, layout)
+    if turn is None:
+        turn = (jnp.zeros((q.shape[0], 0), jnp.float32),) * 2
+    _check(q, k, v, k_pages, v_pages, layout, turn)
     shapes = [
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
         jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
@@ -69,11 +74,12 @@ def attention(
         "stoker_attention",
         shapes,
         vmap_method="sequential",
-        input_output_aliases={3: 1, 4: 2},
+        input_output_aliases={5: 1, 6: 2},
     )
     rows = (x.astype(jnp.float32) for x in (q, k, v))
     out, k_pages, v_pages = call(
         *rows,
+        *turn,
         k_pages,
         v_pages,
         layout.query_start,
@@ -95,6 +101,7 @@ def _check(
     k_pages: jax.Array,
     v_pages: jax.Array,
     layout: Layout,
+    turn: tuple[jax.Array, jax.Array],
 ) -> None:
     """Raises StokerError unless shapes and types fit each other."""
     if q.ndim != 3 or k.ndim != 3 or k_pages.ndim != 4 or layout.page_table.ndim != 2:
@@ -111,6 +118,8 @@ def _check(
         "v_pages": (v_pages.shape, k_pages.shape),
         "query_start": (layout.query_start.shape, (S + 1,)),
         "kv_lens": (layout.kv_lens.shape, (S,)),
+        "sines": (turn[1].shape, turn[0].shape),
+        "cosines": (turn[0].shape, (T, min(turn[0].shape[-1], H // 2))),
     }
     for name, (got, want) in expected.items():
         if tuple(got) != tuple(want):

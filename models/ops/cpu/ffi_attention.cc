@@ -12,7 +12,8 @@ namespace {
 namespace ffi = xla::ffi;
 using Floats = ffi::BufferR3<ffi::F32>;
 
-ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v, ffi::AnyBuffer k_pages,
+ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
+                     ffi::BufferR2<ffi::F32> cos, ffi::BufferR2<ffi::F32> sin, ffi::AnyBuffer k_pages,
                      ffi::AnyBuffer v_pages, ffi::BufferR1<ffi::S32> query_start,
                      ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> page_table,
                      ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> k_out,
@@ -23,6 +24,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v, ffi:
   a.N = q.dimensions()[1];
   a.H = q.dimensions()[2];
   a.K = k.dimensions()[1];
+  a.half = cos.dimensions()[1];
   a.S = kv_lens.dimensions()[0];
   a.M = page_table.dimensions()[1];
   if (k_pages.dimensions().size() != 4) {
@@ -35,9 +37,10 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v, ffi:
       has_shape(k, {a.T, a.K, a.H}) && has_shape(v, {a.T, a.K, a.H}) &&
       has_shape(k_pages, {a.P, a.Z, a.K, a.H}) && has_shape(v_pages, {a.P, a.Z, a.K, a.H}) &&
       has_shape(*k_out, {a.P, a.Z, a.K, a.H}) && has_shape(*v_out, {a.P, a.Z, a.K, a.H}) &&
+      has_shape(cos, {a.T, a.half}) && has_shape(sin, {a.T, a.half}) &&
       has_shape(query_start, {a.S + 1}) && has_shape(page_table, {a.S, a.M}) &&
       has_shape(*out, {a.T, a.N, a.H});
-  const bool sizes = a.H > 0 && a.H <= kMaxHead && a.K > 0 && a.N % a.K == 0 && a.Z > 0 &&
+  const bool sizes = a.H > 0 && a.H <= kMaxHead && 2 * a.half <= a.H && a.K > 0 && a.N % a.K == 0 && a.Z > 0 &&
                      a.P > 0 && a.M * a.Z <= std::numeric_limits<int32_t>::max();
   if (!shapes || !sizes) return ffi::Error::InvalidArgument("attention: shapes do not match");
   if ((type != ffi::DataType::F32 && type != ffi::DataType::BF16) ||
@@ -55,6 +58,8 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v, ffi:
   a.q = q.typed_data();
   a.k = k.typed_data();
   a.v = v.typed_data();
+  a.cos = cos.typed_data();
+  a.sin = sin.typed_data();
   a.k_pages = k_out->untyped_data();
   a.v_pages = v_out->untyped_data();
   a.type = type == ffi::DataType::F32 ? Type::kF32 : Type::kBF16;
@@ -80,6 +85,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_attention, stoker::attention,
                                   .Arg<stoker::Floats>()
                                   .Arg<stoker::Floats>()
                                   .Arg<stoker::Floats>()
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()

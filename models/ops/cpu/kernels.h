@@ -100,6 +100,9 @@ struct Kernels {
   void (*merge)(int64_t rows, int64_t H, float* peak, float* total, float* out,
                 const float* next_peak, const float* next_total, const float* next_out);
   void (*scale)(const float* x, float factor, int64_t n, float* out);
+  // Rotary embedding of one head [H], by [half] cosines and sines, times factor.
+  void (*rotate)(const float* x, const float* cos, const float* sin, int64_t half, int64_t H,
+                 float factor, float* out);
   void (*store_bf16)(const float* x, int64_t n, uint16_t* out);
   // SiLU (kind 0) or tanh-GELU (kind 1) of gate, times up; all [n].
   void (*gated)(const float* gate, const float* up, int64_t n, int kind, float* out);

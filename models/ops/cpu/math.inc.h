@@ -36,6 +36,20 @@ static void scale(const float* x, float factor, int64_t n, float* out) {
   }
 }
 
+// x [H] times `factor`, with element i turned by an angle against element i + half: the rotary
+// embedding of the first 2 * half elements; half 0 leaves all as they are.
+static void rotate(const float* x, const float* cos, const float* sin, int64_t half, int64_t H,
+                   float factor, float* out) {
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t m = std::min<int64_t>(kLanes, half - i);
+    const F c = load_n(cos + i, m), s = load_n(sin + i, m);
+    const F first = load_n(x + i, m), second = load_n(x + half + i, m);
+    store_n(out + i, mul(sub(mul(first, c), mul(second, s)), set1(factor)), m);
+    store_n(out + half + i, mul(add(mul(second, c), mul(first, s)), set1(factor)), m);
+  }
+  scale(x + 2 * half, factor, H - 2 * half, out + 2 * half);
+}
+
 static void gated(const float* gate, const float* up, int64_t n, int kind, float* out) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t m = std::min<int64_t>(kLanes, n - i);

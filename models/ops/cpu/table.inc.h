@@ -30,6 +30,7 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
       {attend<float>, attend<Bf16>, attend<Half>},
       merge,
       scale,
+      rotate,
       store_bf16,
       gated,
       rms_norm,

@@ -11,6 +11,7 @@ import pytest
 
 from stoker.models.errors import StokerError
 from stoker.models.ops import Layout, cpu, xla
+from stoker.models.ops.elementwise import rotate
 
 LIBRARY = cpu.load()
 assert LIBRARY is not None, cpu.why_unavailable()
@@ -118,6 +119,29 @@ def test_against_float64(name: str, isa: str) -> None:
     np.testing.assert_allclose(got[0], want[0], rtol=0, atol=3e-6)
     for pages, exact in zip(got[1:], want[1:], strict=True):
         np.testing.assert_array_equal(np.asarray(pages, np.float64), exact)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("part", [2, 3])
+def test_turned_on_the_way(part: int, isa: str) -> None:
+    """Rotary embedding of all or two thirds of a head, against turning q and k beforehand."""
+    case = CASES["mixed"]
+    (q, k, v, *pages), layout = inputs(case)
+    angles = np.random.default_rng(1).normal(0, 3, (q.shape[0], case.H // part))
+    turn = jnp.cos(angles).astype(jnp.float32), jnp.sin(angles).astype(jnp.float32)
+    want = run(case, (rotate(q, *turn), rotate(k, *turn), v, *pages), layout, isa=isa)
+    got = run(case, (q, k, v, *pages), layout, turn=turn, isa=isa)
+    rows = sum(case.rows)
+    np.testing.assert_allclose(got[0][:rows], want[0][:rows], atol=1e-5)
+    live = np.isfinite(np.asarray(want[1], np.float32))
+    np.testing.assert_allclose(
+        np.asarray(got[1], np.float32)[live], np.asarray(want[1], np.float32)[live], rtol=1e-2
+    )
+    with pytest.raises(StokerError, match="sines"):
+        run(case, (q, k, v, *pages), layout, turn=(turn[0], turn[1][1:]))
+    with pytest.raises(StokerError, match="cosines"):
+        wide = jnp.ones((q.shape[0], case.H))
+        run(case, (q, k, v, *pages), layout, turn=(wide, wide))
 
 
 @pytest.mark.parametrize("name", ["decode", "mixed"])
@@ -258,10 +282,16 @@ def test_handler_refuses_what_python_would_not_send() -> None:
         placement = {"isa": np.int64(0), "threads": np.int64(0)}
         jax.block_until_ready(function(*arrays, **attributes, **placement))
 
+    turn = (jnp.ones((len(q), 8)),) * 2
     tables = (layout.query_start, layout.kv_lens, layout.page_table)
     with pytest.raises(jax.errors.JaxRuntimeError, match="not one buffer"):
-        call({}, q, k, v, k_pages, v_pages, *tables)
+        call({}, q, k, v, *turn, k_pages, v_pages, *tables)
     with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
-        call({3: 1, 4: 2}, q, k[:-1], v, k_pages, v_pages, *tables)
+        call({5: 1, 6: 2}, q, k[:-1], v, *turn, k_pages, v_pages, *tables)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
+        wide = jnp.ones((len(q), q.shape[-1]))
+        call({5: 1, 6: 2}, q, k, v, wide, wide, k_pages, v_pages, *tables)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
+        call({5: 1, 6: 2}, q, k, v, turn[0], turn[1][1:], k_pages, v_pages, *tables)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        call({3: 1, 4: 2}, q, k, v, k_pages, v_pages, *tables[:2], tables[2][0])
+        call({5: 1, 6: 2}, q, k, v, *turn, k_pages, v_pages, *tables[:2], tables[2][0])
