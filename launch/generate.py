@@ -34,6 +34,12 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     common.define_chat_flags(values)
     flags.DEFINE_boolean(
+        "parse_special",
+        False,
+        "Text in --prompt that spells a control token, such as <|im_end|>, becomes that token.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
         "json", False, "Print one JSON object instead of streaming text.", flag_values=values
     )
 
@@ -83,6 +89,10 @@ def _check(values: flags.FlagValues) -> None:
         raise StokerError("give either --prompt=TEXT (- for standard input) or --prompt_ids=1,2,3")
     if values.chat and values.prompt_ids is not None:
         raise StokerError("--chat puts text into a template; it takes --prompt, not --prompt_ids")
+    if values.parse_special and (values.chat or values.prompt is None):
+        raise StokerError(
+            "--parse_special is for a plain --prompt; a chat template has its own rule"
+        )
     for name in ("system", "chat_template"):
         if values[name].value is not None and not values.chat:
             raise StokerError(f"--{name} is part of a chat; add --chat")
@@ -109,7 +119,7 @@ def _given_text(values: flags.FlagValues) -> str:
 
 def _encode(values: flags.FlagValues, model: Model, text: str) -> list[int]:
     if not values.chat:
-        ids = model.tokenizer.encode(text)
+        ids = model.tokenizer.encode(text, parse_special=values.parse_special)
         if not ids:
             raise StokerError(
                 "the prompt is empty, and this model has no begin token to start from"

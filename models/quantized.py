@@ -12,8 +12,32 @@ from flax import struct
 CODE_BITS = (4, 8)
 
 
+class LogicalArray:
+    """What a matrix kept in several leaves says of itself, like an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape `[..., R, C]`."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        """The number of logical axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of logical elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one read of the whole array moves."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
 @struct.dataclass
-class QuantArray:
+class QuantArray(LogicalArray):
     """A matrix `[R, C]` of quantised weights, rows being outputs and columns inputs.
 
     Element `(r, c)` of group `g = c // group` is::
@@ -50,21 +74,6 @@ class QuantArray:
         """The logical shape `[..., R, C]`."""
         columns = self.codes.shape[-1] * 8 // self.bits
         return (*self.codes.shape[:-1], columns)
-
-    @property
-    def ndim(self) -> int:
-        """The number of logical axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of logical elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one read of the whole array moves."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def __getitem__(self, rows: jax.Array) -> QuantArray:
         """The given rows of a matrix, still quantised; `rows` is an integer array."""

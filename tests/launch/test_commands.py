@@ -78,6 +78,12 @@ def test_begin_token_is_added_once(capsys, model: str) -> None:
     assert 0 not in chatting["prompt_ids"]
 
 
+def test_control_tokens_are_text_unless_asked(capsys, model: str) -> None:
+    flags = (f"--model={model}", "--prompt=<|end|>", "--max_tokens=1")
+    assert len(answer(capsys, *flags)["prompt_ids"]) == 1 + len("<|end|>")
+    assert answer(capsys, *flags, "--parse_special")["prompt_ids"] == [0, 1]
+
+
 def test_stop_string_is_cut_exactly(capsys, model: str) -> None:
     flags = (f"--model={model}", "--prompt_ids=9,8", "--max_tokens=40", "--ignore_eos")
     whole = answer(capsys, *flags)["text"]
@@ -165,6 +171,7 @@ BAD_RUNS = [
     (generate, ["--prompt_ids=-1"], "token id -1 is not in the vocabulary"),
     (generate, ["--prompt_ids=1", "--chat"], "--chat puts text into a template"),
     (generate, ["--prompt=a", "--system=s"], "--system is part of a chat; add --chat"),
+    (generate, ["--prompt=a", "--chat", "--parse_special"], "--parse_special is for a plain"),
     (generate, ["--prompt=a", "--temperature=-1"], "temperature is -1.0"),
     (generate, ["--prompt=a", "--temperature=nan"], "temperature is nan"),
     (generate, ["--prompt=a", "--top_p=1.5"], "top_p is 1.5"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +13,7 @@ from flax import struct
 
 from ...errors import StokerError
 from ...host_arrays import aligned_empty
-from ...quantized import QuantArray
+from ...quantized import LogicalArray, QuantArray
 
 #: Rows (outputs) of a tile, kTile in kernels.h.
 TILE = 16
@@ -25,7 +24,7 @@ MAX_BLOCK = 32
 
 
 @struct.dataclass
-class PackedArray:
+class PackedArray(LogicalArray):
     """A matrix `[R, C]` with the values of the `QuantArray` it was packed from, 16 rows to a tile.
 
     A tile's codes follow each other four columns at a time: 64 bytes are 16 rows of 4 columns, one
@@ -62,21 +61,6 @@ class PackedArray:
         """The logical shape `[..., R, C]`."""
         *leading, tiles, quads, _ = self.payload.shape
         return (*leading, tiles * TILE - self.padding, quads * 32 // self.bits)
-
-    @property
-    def ndim(self) -> int:
-        """The number of logical axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of logical elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one read of the whole array moves."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def __getitem__(self, rows: jax.Array) -> QuantArray:
         """The given rows `[T]` of a matrix as a `QuantArray` of 8-bit codes; for embeddings."""
