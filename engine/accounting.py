@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -150,8 +151,9 @@ def peak_memory() -> int:
         return 0
     if sys.platform == "linux":
         # getrusage would start from the parent's peak: Linux keeps it through fork and exec.
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        if found:
+            return int(found[1]) * 1024
     import resource
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

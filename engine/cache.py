@@ -11,9 +11,6 @@ from ..sharding import sharding
 
 #: Tokens per page (Z).
 PAGE_TOKENS = 16
-#: The page that padding rows write to and no sequence reads.
-DUMP_PAGE = 0
-
 #: Key and value pages `[P, Z, K, H]` of each layer: separate buffers, so that donating them lets
 #: every step write in place.
 Cache = tuple[LayerCache, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import re
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 
 from ..models.config import ModelConfig
-from ..models.parameters import Params, count_bytes
+from ..models.parameters import Params
 from . import steps
 from .cache import Cache
 from .steps import DecodeBatch, Outputs, PrefillBatch, State
@@ -102,19 +103,26 @@ class Programs:
             step=key[0],
             shape=key[1],
             seconds=time.perf_counter() - start,
-            aliased_bytes=memory.alias_size_in_bytes,
-            temporary_bytes=memory.temp_size_in_bytes,
+            # Some platforms do not say.
+            aliased_bytes=memory.alias_size_in_bytes if memory else 0,
+            temporary_bytes=memory.temp_size_in_bytes if memory else 0,
         )
         self.compilations.append(record)
-        if record.aliased_bytes < count_bytes(args[1]):
+        cache_bytes = sum(map(_device_bytes, jax.tree.leaves(args[1])))
+        if memory and record.aliased_bytes < cache_bytes:
             raise RuntimeError(
                 f"{record.step} {record.shape} writes {record.aliased_bytes} bytes in place, but "
-                f"the cache has {count_bytes(args[1])}: the compiler refused its donation"
+                f"the cache has {cache_bytes}: the compiler refused its donation"
             )
         if self._sealed:
             self.late += 1
             _LOG.warning("compiled %s %s after warm-up", record.step, record.shape)
         return program
+
+
+def _device_bytes(array: jax.Array) -> int:
+    """Bytes that each device holds of an array."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def compile_step(step: Callable[..., Any], config: ModelConfig, *args: Any) -> jax.stages.Compiled:

@@ -60,6 +60,9 @@ class SamplingParams:
             _check_integer("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1, None)
+        for name in ("top_k", "seed", "max_tokens"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, int(value))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))

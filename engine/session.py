@@ -67,13 +67,26 @@ class Session:
         self.reused = 0
         self._chunks = tuple(sorted(set(chunks)))
         pages = pages_for(context, PAGE_TOKENS)
+        self._n_pages = pages
         self._cache = new_cache(config, pages)
         self._page_table = jnp.arange(1, pages + 1, dtype=jnp.int32)[None]
         self._cached: list[int] = []
+        self._turn = 0
 
     def reset(self) -> None:
-        """Forgets what the cache holds."""
+        """Forgets what the cache holds; a reply that is under way cannot go on."""
+        self._turn += 1
         self._cached = []
+
+    def _begin(self, prompt: Sequence[int]) -> int:
+        """Keeps of the cache what begins `prompt`; returns the number of this turn."""
+        kept = self._cached[: self._shared_prefix(prompt)]
+        # An interruption between a step's dispatch and its return loses the donated buffers.
+        if any(pages.is_deleted() for pages in jax.tree.leaves(self._cache)):
+            self._cache, kept = new_cache(self.config, self._n_pages), []
+        self.reset()
+        self._cached, self.reused = kept, len(kept)
+        return self._turn
 
     def warmup(self, prompt: Sequence[int] | None = None) -> None:
         """Compiles what `generate` needs: for this prompt, or for any if None."""
@@ -114,7 +127,8 @@ class Session:
         read, so that the device does not wait for Python.
 
         Raises:
-          StokerError: as `check_prompt`, or if the prompt leaves no room for a token.
+          StokerError: as `check_prompt`, if the prompt leaves no room for a token, or where another
+            call has used the session before this reply ended.
         """
         self.check_prompt(prompt)
         room = self.context - len(prompt)
@@ -125,8 +139,7 @@ class Session:
             )
         limit = min(params.max_tokens or room, room)
         state = new_state([params])
-        self.reused = self._shared_prefix(prompt)
-        self._cached = list(prompt[: self.reused])
+        turn = self._begin(prompt)
         for batch in self._prompt_chunks(prompt):
             self._cache, state, outputs = self.programs.prefill(
                 self.params, self._cache, state, batch
@@ -151,6 +164,10 @@ class Session:
                     "the weights may be damaged, or need a wider --dtype"
                 )
             yield token
+            if turn != self._turn:
+                raise StokerError(
+                    "another call has used this session since; a session serves one reply at a time"
+                )
             if following is None or (token.id in stop_ids and not params.ignore_eos):
                 return
             outputs = following
@@ -163,6 +180,7 @@ class Session:
         """
         self.check_prompt(ids)
         self.reset()
+        self._begin(ids)
         state = new_state([SamplingParams()])
         scores: list[float | None] = [None]
         for batch in self._prompt_chunks(ids):

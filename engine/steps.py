@@ -27,7 +27,8 @@ class State:
 
     Attributes:
       tokens: int32 `[S]`, the newest token, whose keys and values are not in the cache yet.
-      lengths: int32 `[S]`, tokens in the cache.
+      lengths: int32 `[S]`, tokens in the cache; decoding past the M * Z that a slot's pages hold is
+        an error of the CPU kernels, and NaN logits elsewhere.
       sampling: how the slot's tokens are chosen.
     """
 
@@ -180,12 +181,14 @@ def score(
 ) -> tuple[Cache, State, jax.Array]:
     """Appends a chunk as `prefill` does, and returns log-probabilities float32 `[T]`.
 
-    Element t is the log-probability of `targets[t]` (int32 `[T]`) after row t.
+    Element t is the log-probability of `targets[t]` (int32 `[T]`) after row t. Nothing is sampled:
+    the state's tokens stay what they were.
     """
     layout = prefill_layout(batch)
     cache, x = decoder(params, cache, batch.tokens, layout, config)
     logits = head(params, x, config)
-    state = dataclasses.replace(state, lengths=layout.kv_lens)
+    lengths = jnp.where(jnp.diff(layout.query_start) > 0, layout.kv_lens, state.lengths)
+    state = dataclasses.replace(state, lengths=lengths)
     return cache, state, _logprobs(logits, targets)
 
 

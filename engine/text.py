@@ -22,10 +22,13 @@ class StopStrings:
     def push(self, text: str) -> str:
         """Adds text and returns what may be shown; sets `stopped` at a stop string."""
         self._held += text
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
+        # The one that ends first, as if characters came one by one: then how text is cut into
+        # tokens changes nothing, even where one stop string holds another.
+        starts = {stop: self._held.find(stop) for stop in self._stops}
+        found = [(at + len(stop), at) for stop, at in starts.items() if at >= 0]
         if found:
             self.stopped = True
-            shown, self._held = self._held[: min(found)], ""
+            shown, self._held = self._held[: min(found)[1]], ""
             return shown
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         shown = self._held[: len(self._held) - keep]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from .command import Command
 
 def define_flags(values: flags.FlagValues) -> None:
     """The flags of this command."""
-    common.define_model_flags(values, context=False, stats=False)
+    common.define_model_flags(values, context=False, stats=False, keep_programs=False)
 
     def integer(name: str, default: int, text: str) -> None:
         flags.DEFINE_integer(name, default, text, lower_bound=1, flag_values=values)
@@ -60,6 +61,8 @@ def run(values: flags.FlagValues) -> None:
         raise StokerError("--gen_len=1 leaves no decode step to measure; give at least 2")
     if values.json is not None:
         _check_writable(values.json)
+    if values["weights"].present and values.random_weights is None:
+        raise StokerError("--weights is the format of --random_weights; give that too")
     subject = _subject(values)
     limit = subject.config.max_positions
     longest = max(values.prompt_len + values.gen_len, values.prefill_len)
@@ -78,10 +81,10 @@ def run(values: flags.FlagValues) -> None:
 
 def _check_writable(path: str) -> None:
     """Raises StokerError unless `path` can be written: before measuring, not after."""
-    try:
-        open(path, "a").close()
-    except OSError as error:
-        raise StokerError(f"--json: cannot write '{path}': {error.strerror or error}") from None
+    target = Path(path)
+    where = target if target.exists() else target.parent
+    if target.is_dir() or not os.access(where, os.W_OK):
+        raise StokerError(f"--json: '{path}' cannot be written; name a file in a writable folder")
 
 
 @dataclasses.dataclass(frozen=True)

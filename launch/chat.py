@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from absl import flags
 
+from ..engine.accounting import memory_bandwidth
 from ..engine.session import Session
 from ..engine.text import Reply, stream_reply
 from ..models.errors import StokerError
@@ -32,6 +33,7 @@ def run(values: flags.FlagValues) -> None:
     """Talks until the input ends."""
     params = common.sampling_params(values)
     template = common.chat_template(values)
+    limit = memory_bandwidth() if values.stats else None
     model = common.open_model(values)
     start = [] if values.system is None else [{"role": "system", "content": values.system}]
 
@@ -62,8 +64,8 @@ def run(values: flags.FlagValues) -> None:
             print(f"stoker chat: {error}; /reset starts afresh", file=sys.stderr)
             continue
         messages = [*asked, {"role": "assistant", "content": reply.text}]
-        if values.stats:
-            print_stats(reply_stats(model, session, reply))
+        if limit:
+            print_stats(reply_stats(model, session, reply, limit))
 
 
 def _answer(model: Model, session: Session, reply: Reply, params: common.SamplingParams) -> None:
@@ -90,6 +92,8 @@ def _lines(interactive: bool) -> Iterator[str]:
             line = input("> " if interactive else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError:
+            raise StokerError("standard input is not UTF-8 text") from None
         if line:
             yield line
 

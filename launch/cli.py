@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from .command import SUMMARIES, USAGE
+from .command import INTERRUPTED, SUMMARIES, USAGE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,8 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(SUMMARIES)
         print(f"stoker: no command {name!r}; there are {known}. See stoker --help", file=sys.stderr)
         return USAGE
-    # Imported only now: `stoker --help` should not wait for JAX.
-    return importlib.import_module(f".{name}", __package__).COMMAND.main(rest)
+    try:
+        # Imported only now: `stoker --help` should not wait for JAX.
+        command = importlib.import_module(f".{name}", __package__).COMMAND
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return command.main(rest)
 
 
 def overview() -> str:

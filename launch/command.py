@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class Command:
         values = flags.FlagValues()
         self.define_flags(values)
         given = list(sys.argv[1:] if arguments is None else arguments)
+        _tolerate_narrow_terminals()
         if {"--help", "-help", "-h", "--helpfull"} & set(given):
             print(self.help(values))
             return 0
@@ -57,6 +59,13 @@ class Command:
             sys.stdout.flush()
         except StokerError as error:
             return self._fail(str(error), FAILED)
+        except MemoryError:
+            return self._fail("out of memory", FAILED)
+        except RuntimeError as error:
+            # XLA's own error for memory; it has no type of its own.
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return self._fail(f"out of memory: {str(error).splitlines()[0]}", FAILED)
         except KeyboardInterrupt:
             print(file=sys.stderr)
             return INTERRUPTED
@@ -80,3 +89,10 @@ class Command:
         sys.stdout.flush()
         print(f"stoker {self.name}: {' '.join(problem.split())}", file=sys.stderr)
         return status
+
+
+def _tolerate_narrow_terminals() -> None:
+    """Shows a question mark for what the terminal's encoding lacks, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -20,12 +20,21 @@ from ..models.sources import DEFAULT_MODEL, byte_bar, cache_folder
 #: Where `--context` is not given: sessions are rounded up to a power of two from here, so that a
 #: few compiled shapes serve all prompts.
 SMALLEST_CONTEXT = 1024
+#: Bytes of compiled programs to keep.
+PROGRAMS_BYTES = 1 << 30
 
 
 def define_model_flags(
-    values: flags.FlagValues, *, context: bool = True, stats: bool = True
+    values: flags.FlagValues,
+    *,
+    context: bool = True,
+    stats: bool = True,
+    keep_programs: bool = True,
 ) -> None:
-    """Which model, how it is computed and, where asked for, `--context` and `--stats`."""
+    """Which model, how it is computed and, where asked for, `--context` and `--stats`.
+
+    `keep_programs` is the default of `--cache_programs`.
+    """
     flags.DEFINE_string(
         "model",
         DEFAULT_MODEL,
@@ -64,7 +73,7 @@ def define_model_flags(
     )
     flags.DEFINE_boolean(
         "cache_programs",
-        True,
+        keep_programs,
         "Keep compiled programs in the cache folder, for a faster next start.",
         flag_values=values,
     )
@@ -154,10 +163,11 @@ def open_model(values: flags.FlagValues) -> Model:
 def cache_programs(values: flags.FlagValues) -> None:
     """Points JAX's compilation cache at the cache folder, as `--cache_programs` says.
 
-    Without a writable one, programs are not kept.
+    A cache that the user set up for JAX is left alone. Without a writable folder, programs are not
+    kept.
     """
     folder = cache_folder() / "programs"
-    if not values.cache_programs:
+    if not values.cache_programs or jax.config.values["jax_compilation_cache_dir"]:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,6 +176,7 @@ def cache_programs(values: flags.FlagValues) -> None:
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_compilation_cache_max_size", PROGRAMS_BYTES)
 
 
 def new_session(values: flags.FlagValues, model: Model, needed: int) -> Session:
@@ -188,6 +199,8 @@ def read_text(flag: str, path: str) -> str:
       StokerError: where it cannot be read or is not UTF-8, naming the flag and the file.
     """
     try:
+        if path == "-" and sys.stdin is None:
+            raise StokerError(f"--{flag}: standard input is closed")
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return data.decode("utf-8")
     except OSError as error:

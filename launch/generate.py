@@ -7,6 +7,7 @@ import sys
 
 from absl import flags
 
+from ..engine.accounting import memory_bandwidth
 from ..engine.text import Reply, stream_reply
 from ..models.errors import StokerError
 from ..models.loading import Model
@@ -50,6 +51,7 @@ def run(values: flags.FlagValues) -> None:
     params = common.sampling_params(values)
     ids = _given_ids(values)
     text = None if ids is not None else _given_text(values)
+    limit = memory_bandwidth() if values.stats else None
     model = common.open_model(values)
     if text is not None:
         ids = _encode(values, model, text)
@@ -61,7 +63,7 @@ def run(values: flags.FlagValues) -> None:
     for piece in stream_reply(session, model.tokenizer, reply, params):
         if not values.json:
             print(piece, end="", flush=True)
-    stats = reply_stats(model, session, reply) if values.stats else None
+    stats = reply_stats(model, session, reply, limit) if limit else None
     if values.json:
         print(json.dumps(reply_json(model, reply) | ({"stats": stats} if stats else {})))
     else:

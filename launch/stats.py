@@ -5,20 +5,25 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..engine.accounting import memory_bandwidth, peak_memory, step_cost
+from ..engine.accounting import peak_memory, step_cost
 from ..engine.session import Session
 from ..engine.text import Reply
 from ..models.loading import Model
 
 
-def reply_stats(model: Model, session: Session, reply: Reply) -> dict[str, Any]:
-    """What one reply cost, by name; plain numbers for JSON. Bytes are of an average decode step."""
+def reply_stats(
+    model: Model, session: Session, reply: Reply, limit: tuple[float, str]
+) -> dict[str, Any]:
+    """What one reply cost, by name; plain numbers for JSON. Bytes are of an average decode step.
+
+    `limit` comes from `memory_bandwidth`, asked before the model was loaded: its probe takes memory
+    that would otherwise count into the peak.
+    """
     tokens = len(reply.prompt_ids)
     context = tokens + len(reply.ids) / 2
     cost = step_cost(model.config, model.params, [context])
     seconds = reply.decode_s / reply.decode_steps if reply.decode_steps else None
-    peak = peak_memory()  # before measuring bandwidth takes memory of its own
-    bandwidth, source = memory_bandwidth()
+    bandwidth, source = limit
     achieved = cost.bytes / seconds if seconds else None
     return {
         "load_s": model.load_seconds,
@@ -41,7 +46,7 @@ def reply_stats(model: Model, session: Session, reply: Reply) -> dict[str, Any]:
         "bandwidth_bytes_s": bandwidth or None,
         "bandwidth_source": source,
         "bandwidth_share": achieved / bandwidth if achieved and bandwidth else None,
-        "peak_memory_bytes": peak,
+        "peak_memory_bytes": peak_memory(),
     }
 
 

@@ -124,7 +124,7 @@ def choose_kernels(platform: str | None = None, activations: str | None = None) 
     on_cpu = jax.default_backend() == "cpu"
     if platform == "cpu" and not (on_cpu and cpu.load()):
         why = cpu.why_unavailable() if on_cpu else f"this is a {jax.default_backend()} host"
-        raise StokerError(f"kernels 'cpu' were asked for, but {why}")
+        raise StokerError(f"kernels 'cpu' were asked for, but are not to be had: {why}")
     if platform is None:
         platform = "cpu" if on_cpu and cpu.load() else "xla"
         if on_cpu and platform == "xla":

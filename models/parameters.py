@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ..sharding import RULES, Rules, sharding
 from .config import ModelConfig
+from .errors import StokerError
 from .ops.cpu import PackedArray
 from .quantized import QuantArray
 
@@ -109,9 +110,18 @@ def init_params(config: ModelConfig, key: jax.Array, scale: float = 1.0) -> Para
 def place_params(
     params: Params, config: ModelConfig, mesh: jax.sharding.Mesh, rules: Rules = RULES
 ) -> Params:
-    """`params` on the devices of `mesh`, split by the logical axes of the abstract tree."""
+    """`params` on the devices of `mesh`, split by the logical axes of the abstract tree.
+
+    Raises:
+      StokerError: for weights packed for the CPU kernels, which run on one device.
+    """
     values = {}
     leaves = jax.tree.leaves(params, is_leaf=is_weight)
+    if any(isinstance(leaf, PackedArray) for leaf in leaves):
+        raise StokerError(
+            "weights packed for the CPU kernels cannot be split over a mesh; load the model with "
+            "kernels='xla'"
+        )
     for (name, parameter), value in zip(
         named_parameters(abstract_params(config)), leaves, strict=True
     ):

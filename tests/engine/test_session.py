@@ -112,6 +112,49 @@ def test_damaged_weights_are_an_error_and_the_session_survives() -> None:
     assert reply(session, [1, 14], max_tokens=3) == reply(fresh, [1, 14], max_tokens=3)
 
 
+@pytest.mark.parametrize("calls", [1, 2, 3, 5])
+def test_a_reply_survives_an_interruption(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after a step has taken the donated cache, and before its result has a name."""
+    session = Session(PARAMS, TINY, context=64, chunks=(16,))
+    expected = reply(session, PROMPT, max_tokens=6)
+    run, count = session.programs._run, itertools.count(1)
+
+    def interrupted(*args: object) -> object:
+        result = run(*args)
+        if next(count) == calls:
+            raise KeyboardInterrupt
+        return result
+
+    session.reset()
+    monkeypatch.setattr(session.programs, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reply(session, PROMPT, max_tokens=6)
+    assert reply(session, PROMPT, max_tokens=6) == expected
+    monkeypatch.undo()
+    assert reply(session, PROMPT, max_tokens=6) == expected
+    assert session.score([*PROMPT, *expected])[-1] is not None
+
+
+@pytest.mark.parametrize("meanwhile", ["generate", "score", "reset"])
+def test_replies_do_not_mix(shared: Session, meanwhile: str) -> None:
+    shared.reset()
+    expected = reply(shared, PROMPT, max_tokens=8)
+    shared.reset()
+    first = shared.generate(PROMPT, SamplingParams(max_tokens=8))
+    taken = [next(first).id, next(first).id]
+    other = [7, 8, 9, 10]
+    if meanwhile == "generate":
+        reply(shared, other, max_tokens=3)
+    elif meanwhile == "score":
+        shared.score(other)
+    else:
+        shared.reset()
+    with pytest.raises(StokerError, match="another call has used this session"):
+        next(first)
+    assert reply(shared, PROMPT, max_tokens=8) == expected
+    assert taken == expected[:2]
+
+
 def test_bfloat16_is_close_to_float32() -> None:
     config = dataclasses.replace(TINY, dtype="bfloat16", kv_dtype="bfloat16")
     scores = Session(PARAMS, config, context=64).score(PROMPT)[1:]

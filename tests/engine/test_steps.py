@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -118,6 +119,49 @@ def test_chunk_size_does_not_change_a_seeded_reply(config: ModelConfig) -> None:
         session = Session(PARAMS, config, context=128, chunks=chunks)
         replies.add(tuple(token.id for token in session.generate(PROMPT, params)))
     assert len(replies) == 1
+
+
+def test_score_leaves_other_slots_alone(config: ModelConfig) -> None:
+    table = page_table(2, 8)
+    cache, state = new_cache(config, 16), steps.new_state([SamplingParams()] * 2)
+    batch = chunk([[], PROMPT[:9]], [0, 0], table)
+    cache, state, _ = jitted(steps.prefill, config)(PARAMS, cache, state, batch)
+    batch = chunk([PROMPT[:5], []], [0, 0], table)
+    _, after, _ = jitted(steps.score, config)(PARAMS, cache, state, batch, np.zeros(5, np.int32))
+    assert after.lengths.tolist() == [5, 9]
+    assert after.tokens.tolist() == state.tokens.tolist()
+
+
+def test_decoding_past_the_pages_is_no_silent_overwrite(config: ModelConfig) -> None:
+    """The reference gives NaN logits, the CPU kernels an error; neither writes anything."""
+    table = page_table(1, 2)
+    cache = new_cache(config, 2)
+    run = jitted(steps.prefill_logits, config)
+    cache, _ = run(PARAMS, cache, chunk([PROMPT[:32]], [0], table))
+    before = jax.tree.map(np.array, cache)
+    state = steps.new_state([SamplingParams()])
+    state = dataclasses.replace(state, lengths=np.array([32], np.int32))
+    arguments = (PARAMS, cache, state, steps.DecodeBatch(np.array([True]), table))
+    if config.kernels.platform == "cpu":
+        with pytest.raises(jax.errors.JaxRuntimeError, match="33 cached tokens"):
+            jax.block_until_ready(jitted(steps.decode_logits, config)(*arguments))
+    else:
+        after, logits = jitted(steps.decode_logits, config)(*arguments)
+        assert np.isnan(logits).all()
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+            np.testing.assert_array_equal(old[1:], new[1:])
+
+
+def test_float32_products_are_exact_on_every_platform(config: ModelConfig) -> None:
+    """On a TPU or a recent GPU, the default precision would round float32 operands."""
+    if config.kernels.platform == "cpu":
+        return
+    arguments = _step_arguments(config)["prefill"]
+    step = functools.partial(steps.prefill, config=config)
+    text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 10
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
 
 def _step_arguments(config: ModelConfig) -> dict[str, tuple]:

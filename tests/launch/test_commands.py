@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -183,6 +184,8 @@ BAD_RUNS = [
     (generate, ["--prompt=" + "x" * 300], "301 tokens, but the context holds 256"),
     (generate, ["--prompt=" + "x" * 255], "fills the context of 256"),
     (generate, ["--prompt=\udcff"], "--prompt is not UTF-8"),
+    (generate, ["--prompt=a", "--model=~nobody-of-that-name/x.gguf"], "cannot look for the model"),
+    (generate, ["--prompt=a", "--model=" + "x" * 300], "cannot look for the model"),
     (score, [], "give either --text_file=FILE"),
     (score, ["--text_file=/does/not/exist"], "--text_file: cannot read '/does/not/exist': No such"),
     (score, ["--text_file=/"], "--text_file: cannot read '/': Is a directory"),
@@ -316,7 +319,8 @@ def test_known_architectures_are_whole(name: str) -> None:
         (["--prefill_len=300"], "sequences of 300 tokens: this model takes at most 256"),
         (["--random_weights=nonsense"], "architecture 'nonsense' is not known; use smollm2-135m"),
         (["--random_weights=/no/file.toml"], "cannot read '/no/file.toml'"),
-        (["--json=/no/folder/x.json"], "--json: cannot write '/no/folder/x.json'"),
+        (["--json=/no/folder/x.json"], "--json: '/no/folder/x.json' cannot be written"),
+        (["--weights=int8"], "--weights is the format of --random_weights"),
         (["--kernels=xla", "--activations=int8"], "activations 'int8' need the CPU kernels"),
     ],
 )
@@ -324,6 +328,21 @@ def test_bad_benches_end_in_one_line(capsys, model: str, flags: list[str], messa
     status, out, err = run(capsys, bench, f"--model={model}", *flags)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert message in err
+
+
+def test_a_narrow_terminal_shows_question_marks(model: str) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    for flags in (["--help"], [f"--model={model}", "--prompt_ids=3,4", "--max_tokens=20"]):
+        command = [sys.executable, "-m", "stoker.launch.cli", "generate", *flags]
+        run = subprocess.run(command, capture_output=True, env=environment)
+        assert (run.returncode, run.stderr) == (0, b"")
+
+
+def test_too_much_memory_is_one_line(capsys, model: str) -> None:
+    sizes = ("--batch=2000000000", "--prompt_len=2", "--gen_len=2", "--prefill_len=2")
+    status, _, err = run(capsys, bench, f"--model={model}", *sizes)
+    assert status == 1
+    assert "out of memory" in err and err.count("\n") == 1
 
 
 def test_help_and_unknown_commands(capsys) -> None:

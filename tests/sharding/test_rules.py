@@ -8,7 +8,11 @@ import sys
 import jax
 import pytest
 from jax.sharding import PartitionSpec
+from tiny import variant
 
+from stoker.models.errors import StokerError
+from stoker.models.parameters import place_params
+from stoker.models.random_weights import random_weights
 from stoker.sharding import make_mesh, partition_spec
 
 ON_FOUR_DEVICES = """
@@ -17,6 +21,7 @@ from driving import chunk, page_table
 from tiny import TINY, random_params, variant
 from stoker.engine import steps
 from stoker.engine.cache import new_cache
+from stoker.engine.programs import Programs
 from stoker.engine.sampling import SamplingParams
 from stoker.models.parameters import abstract_params, place_params
 from stoker.sharding import make_mesh
@@ -40,6 +45,8 @@ for name in ("plain", "tied", "one_kv_head", "odd_sizes"):
     placed = place_params(params, config, mesh)
     spec = placed["layers"][0]["gate"].sharding.spec
     assert spec == jax.P("tensor", None), spec
+    state = steps.new_state([SamplingParams()] * 2)
+    Programs(config).prepare(steps.prefill, placed, new_cache(config, 8, mesh=mesh), state, batch)
     got = jax.jit(run)(placed, new_cache(config, 8, mesh=mesh))
     for a, b in zip(got, expected):
         np.testing.assert_allclose(a, b, atol=1e-4)
@@ -65,3 +72,10 @@ def test_what_does_not_divide_is_replicated() -> None:
 def test_a_mesh_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="takes 8 devices; there are 1"):
         make_mesh({"tensor": 8}, jax.devices()[:1])
+
+
+def test_packed_weights_are_refused_by_a_mesh() -> None:
+    config = variant("plain", "cpu")
+    params = random_weights(config, "int4")
+    with pytest.raises(StokerError, match="load the model with kernels='xla'"):
+        place_params(params, config, make_mesh({"tensor": 1}))

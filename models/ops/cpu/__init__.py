@@ -2,12 +2,11 @@
 
 from .attention import attention
 from .library import ISAS, Library, load, why_unavailable
-from .matmul import ACTIVATIONS, gated_matmul, matmul, products
+from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
 from .peak import peak_operations
 
 __all__ = [
-    "ACTIVATIONS",
     "ISAS",
     "Library",
     "PackedArray",

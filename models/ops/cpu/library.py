@@ -42,8 +42,13 @@ def open_library(folder: pathlib.Path) -> Library | str:
     """Registers the library in `folder` with XLA; or says why it cannot be used."""
     paths = sorted(folder.glob("stoker_cpu*.so")) + sorted(folder.glob("stoker_cpu*.pyd"))
     if not paths:
-        return "the CPU kernels were not compiled when Stoker was installed"
+        return (
+            "the CPU kernels were not compiled when Stoker was installed; install a C++17 compiler "
+            "(g++ or clang++) and reinstall Stoker"
+        )
     try:
+        # Before the backend is up, a registration that XLA refuses would break the backend itself.
+        jax.devices("cpu")
         library = ctypes.CDLL(str(paths[-1]))
         for target in _TARGETS:
             capsule = jax.ffi.pycapsule(getattr(library, target))
@@ -67,7 +72,4 @@ def why_unavailable() -> str | None:
     reason = _load()
     if isinstance(reason, Library):
         return None
-    return (
-        f"{reason}; products and attention run on the slow reference: "
-        "install a C++17 compiler (g++ or clang++) and reinstall Stoker for the fast ones"
-    )
+    return f"products and attention run on the slow reference, since {reason}"

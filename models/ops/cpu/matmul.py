@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...config import ACTIVATION_TYPES, ACTIVATIONS
 from ...errors import StokerError
 from ...quantized import QuantArray, dequantize
 from .library import ISAS, load, why_unavailable
@@ -16,11 +17,10 @@ from .packed import PackedArray
 #: What the kernels multiply with as it is, and what products take.
 Readable = jax.Array | PackedArray
 Multiplicand = Readable | QuantArray
-ACTIVATIONS = ("int8", "float32")
 _DENSE = (jnp.float32, jnp.bfloat16, jnp.float16)
 _FLOAT_BYTES = 4
 #: What x may go through first, in the order of `Before` in matmul.h.
-_BEFORE = ("", "norm", "silu", "gelu_tanh")
+_BEFORE = ("", "norm", *ACTIVATIONS)
 
 
 def matmul(
@@ -88,8 +88,8 @@ def gated_matmul(
     `activation` is one of `models.config.ACTIVATIONS`, computed in float32; the rest as for
     `products`.
     """
-    if activation not in _BEFORE[2:]:
-        raise StokerError(f"activation '{activation}' must be one of {', '.join(_BEFORE[2:])}")
+    if activation not in ACTIVATIONS:
+        raise StokerError(f"activation '{activation}' must be one of {', '.join(ACTIVATIONS)}")
     if gate.shape != up.shape:
         raise StokerError(f"gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
     return _call(gate, up, activation, 0.0, (weight,), activations, isa, threads)[0]
@@ -109,8 +109,10 @@ def _call(
     if load() is None:
         raise StokerError(str(why_unavailable()))
     isa_index = isa_number(isa)
-    if activations not in ACTIVATIONS:
-        raise StokerError(f"activations '{activations}' must be one of {', '.join(ACTIVATIONS)}")
+    if activations not in ACTIVATION_TYPES:
+        raise StokerError(
+            f"activations '{activations}' must be one of {', '.join(ACTIVATION_TYPES)}"
+        )
     if x.ndim != 2 or x.dtype not in _DENSE:
         raise StokerError(f"x is {x.dtype}{list(x.shape)}; a product needs a matrix of floats")
     ready: list[Readable] = []

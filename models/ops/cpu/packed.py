@@ -174,7 +174,7 @@ def _pack(xp: ModuleType, leaves: QuantArray) -> PackedArray:
 
 
 def unpack(array: PackedArray) -> QuantArray:
-    """The matrix `[R, C]` that `array` was packed from, with 8-bit codes; for tests."""
+    """The matrix `[R, C]` that `array` was packed from, with 8-bit codes."""
     return array[jnp.arange(array.shape[-2])]
 
 

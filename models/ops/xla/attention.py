@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ..layout import Layout
+from ..layout import DUMP_PAGE, Layout
 
 #: Cache positions that the reference attends to in one round of its loop.
 BLOCK_TOKENS = 128
 _MASKED = -1e30
+# Float32 stays float32, also where a platform multiplies something narrower by default.
+_EXACT = jax.lax.Precision.HIGHEST
 
 
 def attention(
@@ -34,7 +36,8 @@ def attention(
       v: `[T, K, H]`.
       k_pages: `[P, Z, K, H]`; donate it, and it is updated in place.
       v_pages: `[P, Z, K, H]`, likewise.
-      layout: where the rows sit.
+      layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
+        output is NaN.
       scale: factor on the scores, usually H ** -0.5.
 
     Returns:
@@ -46,8 +49,9 @@ def attention(
     Q, G = layout.max_query, N // K
     slot, position = layout.rows(T)
 
-    live = position >= 0
-    page = jnp.where(live, layout.page_table[slot, jnp.maximum(position, 0) // Z], 0)
+    full = position >= M * Z
+    live = (position >= 0) & ~full
+    page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
     offset = jnp.where(live, position % Z, 0)
     k_pages = k_pages.at[page, offset].set(k.astype(k_pages.dtype))
     v_pages = v_pages.at[page, offset].set(v.astype(v_pages.dtype))
@@ -69,14 +73,15 @@ def attention(
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         stale = key_position >= layout.kv_lens[:, None]
         values = jnp.where(stale[:, :, None, None], 0, values)
-        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys)
+        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys, precision=_EXACT)
         seen = key_position <= query_position[..., None]
         scores = jnp.where(seen[:, :, None, None, :], scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
         decay = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])
         total = total * decay + weights.sum(-1)
-        weighted = weighted * decay[..., None] + jnp.einsum("sqkgc,sckh->sqkgh", weights, values)
+        added = jnp.einsum("sqkgc,sckh->sqkgh", weights, values, precision=_EXACT)
+        weighted = weighted * decay[..., None] + added
         return new_peak, total, weighted
 
     zeros = jnp.zeros((S, Q, K, G), jnp.float32)
@@ -85,4 +90,5 @@ def attention(
     _, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
     result = weighted / jnp.maximum(total, 1e-30)[..., None]
     rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
-    return result[slot, rank].reshape(T, N, H).astype(q.dtype), k_pages, v_pages
+    out = jnp.where(full[:, None, None], jnp.nan, result[slot, rank].reshape(T, N, H))
+    return out.astype(q.dtype), k_pages, v_pages
