@@ -160,7 +160,7 @@ def test_float32_products_are_exact_on_every_platform(config: ModelConfig) -> No
     step = functools.partial(steps.prefill, config=config)
     text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert len(products) > 10
+    assert len(products) >= 10
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
 
 

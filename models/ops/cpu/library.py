@@ -57,7 +57,10 @@ def open_library(folder: pathlib.Path) -> Library | str:
     except Exception as error:
         # A library for another processor, Python or XLA: the reference serves instead.
         reason = " ".join(str(error).split())
-        return f"the CPU kernels in {paths[-1].name} cannot be used ({reason})"
+        return (
+            f"the CPU kernels in {paths[-1].name} cannot be used ({reason}); compile them against "
+            "this JAX: pip install --force-reinstall --no-deps --no-build-isolation stoker"
+        )
     return Library(paths[-1], ISAS[1 : best + 1])
 
 
