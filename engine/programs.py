@@ -130,7 +130,7 @@ def compile_step(step: Callable[..., Any], config: ModelConfig, *args: Any) -> j
     placement = jax.tree.map(lambda pages: pages.sharding, args[1])
     devices = set().union(*(sharding.device_set for sharding in jax.tree.leaves(placement)))
     # A cache that is split must come out as it went in, or it cannot be written in place.
-    split = {"out_shardings": (placement, None, None)} if len(devices) > 1 else {}
+    split: dict[str, Any] = {"out_shardings": (placement, None, None)} if len(devices) > 1 else {}
     jitted = jax.jit(functools.partial(step, config=config), donate_argnums=(1, 2), **split)
     return jitted.lower(*args).compile()
 
