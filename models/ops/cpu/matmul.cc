@@ -223,8 +223,8 @@ void multiply(Pool& pool, const Kernels& kernels, const Input& input, int64_t T,
   const int64_t row_bytes = C * (exact || ready.all.empty() ? 4 : 1);
   const int64_t chunk = std::max<int64_t>(1, kActivationBytes / row_bytes / kMaxRows) * kMaxRows;
   const int64_t chunks = (T + chunk - 1) / chunk;
-  // About eight ranges a thread, of whole steps.
-  const int64_t share = tiles / (pool.threads() * 8) / kernels.tiles * kernels.tiles;
+  // About 32 ranges a thread, of whole steps.
+  const int64_t share = tiles / (pool.threads() * 32) / kernels.tiles * kernels.tiles;
   const int64_t range =
       elements < kSerialElements ? tiles : std::max<int64_t>(kernels.tiles, share);
   const int64_t ranges = (tiles + range - 1) / range;
