@@ -10,8 +10,9 @@ namespace {
 
 constexpr int64_t kChunkBlocks = 64;             // scales expanded at once, per tile
 constexpr int64_t kActivationBytes = 256 << 10;  // rows of x that a core's cache should hold
-constexpr int64_t kSerialElements = 32 << 10;    // fewer are not worth a second thread
-constexpr int64_t kSerialGated = 4 << 10;        // likewise, of exponentials
+constexpr int64_t kSerialElements = 32 << 10;    // fewer weights are not worth a second thread
+constexpr int64_t kSerialRows = 12 << 10;        // likewise, elements of x to prepare
+constexpr int64_t kSerialGated = 4 << 10;        // likewise, with an exponential for each
 
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -208,7 +209,7 @@ void multiply(Pool& pool, const Kernels& kernels, const Input& input, int64_t T,
     const int64_t t = unit * kMaxRows;
     prepare(kernels, input, ready, t, std::min<int64_t>(kMaxRows, T - t), C, exact);
   };
-  if (T * C < (input.before >= Before::kSilu ? kSerialGated : kSerialElements)) {
+  if (T * C < (input.before >= Before::kSilu ? kSerialGated : kSerialRows)) {
     for (int64_t unit = 0; unit < row_blocks; ++unit) prepare_block(unit);
   } else if (ready.rows || !ready.all.empty()) {
     parallel_for(pool, row_blocks, prepare_block);
