@@ -3,13 +3,16 @@
 #include <algorithm>
 #include <vector>
 
+#include "target.h"
+
 namespace stoker {
 namespace {
 
 constexpr int64_t kChunkBlocks = 64;             // scales expanded at once, per tile
 constexpr int64_t kActivationBytes = 256 << 10;  // rows of x that a core's cache should hold
-constexpr int64_t kSerialElements = 32 << 10;    // fewer are not worth a second thread
-constexpr int64_t kSerialGated = 4 << 10;        // likewise, of exponentials
+constexpr int64_t kSerialElements = 32 << 10;    // fewer weights are not worth a second thread
+constexpr int64_t kSerialRows = 12 << 10;        // likewise, elements of x to prepare
+constexpr int64_t kSerialGated = 4 << 10;        // likewise, with an exponential for each
 
 size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -121,13 +124,14 @@ Scales of_tile(Scales scales, int64_t tile) {
   return scales;
 }
 
-// Asks for the scales of the tile after next: each tile's are too short for the processor to see
-// that they are a stream.
-void ask_ahead(const Scales& scales, int64_t tile, int64_t count) {
+// Asks for the scales of tiles to come: each tile's are too short for the processor to see that
+// they are a stream. Into the second cache (locality 2): what is on its way to the first holds up
+// loads meanwhile. Inlined, since GCC drops calls of a function that does nothing but prefetch.
+STOKER_INLINE void ask_ahead(const Scales& scales, int64_t tile, int64_t count) {
   if (!scales.values) return;
   const char* from = static_cast<const char*>(of_tile(scales, tile).values);
   const char* to = static_cast<const char*>(of_tile(scales, tile + count).values);
-  for (; from < to; from += 64) __builtin_prefetch(from);
+  for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
 }
 
 // Rows [t0, t1) times `count` packed tiles from `tile` on.
@@ -205,7 +209,7 @@ void multiply(Pool& pool, const Kernels& kernels, const Input& input, int64_t T,
     const int64_t t = unit * kMaxRows;
     prepare(kernels, input, ready, t, std::min<int64_t>(kMaxRows, T - t), C, exact);
   };
-  if (T * C < (input.before >= Before::kSilu ? kSerialGated : kSerialElements)) {
+  if (T * C < (input.before >= Before::kSilu ? kSerialGated : kSerialRows)) {
     for (int64_t unit = 0; unit < row_blocks; ++unit) prepare_block(unit);
   } else if (ready.rows || !ready.all.empty()) {
     parallel_for(pool, row_blocks, prepare_block);
@@ -222,8 +226,8 @@ void multiply(Pool& pool, const Kernels& kernels, const Input& input, int64_t T,
   const int64_t row_bytes = C * (exact || ready.all.empty() ? 4 : 1);
   const int64_t chunk = std::max<int64_t>(1, kActivationBytes / row_bytes / kMaxRows) * kMaxRows;
   const int64_t chunks = (T + chunk - 1) / chunk;
-  // About eight ranges a thread, of whole steps.
-  const int64_t share = tiles / (pool.threads() * 8) / kernels.tiles * kernels.tiles;
+  // About 32 ranges a thread, of whole steps.
+  const int64_t share = tiles / (pool.threads() * 32) / kernels.tiles * kernels.tiles;
   const int64_t range =
       elements < kSerialElements ? tiles : std::max<int64_t>(kernels.tiles, share);
   const int64_t ranges = (tiles + range - 1) / range;

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <vector>
 
 namespace stoker {
 namespace {
@@ -90,18 +91,42 @@ class Workers {
   std::atomic<int64_t> started_{0};
 };
 
+// Neighbouring units, claimed in order. Alone on its cache line.
+struct alignas(64) Share {
+  std::atomic<int64_t> next;
+  int64_t end;
+};
+
 struct Job {
-  std::atomic<int64_t> next{0};
+  std::vector<Share> shares;  // one for each thread
+  std::atomic<size_t> joined{0};
   std::atomic<int64_t> done{0};
-  int64_t units;
   const std::function<void(int64_t)>* body;
 
+  Job(size_t threads, int64_t units, const std::function<void(int64_t)>* body)
+      : shares(threads), body(body) {
+    const auto start = [&](size_t i) {
+      return units * static_cast<int64_t>(i) / static_cast<int64_t>(threads);
+    };
+    for (size_t i = 0; i < threads; ++i) {
+      shares[i].next.store(start(i), std::memory_order_relaxed);
+      shares[i].end = start(i + 1);
+    }
+  }
+
+  // A share of one's own, so that what was fetched ahead is in the cache of the core that needs
+  // it; then what is left of the others'.
   void work() {
-    for (;;) {
-      const int64_t unit = next.fetch_add(1, std::memory_order_relaxed);
-      if (unit >= units) return;
-      (*body)(unit);
-      done.fetch_add(1, std::memory_order_release);
+    const size_t own = joined.fetch_add(1, std::memory_order_relaxed);
+    for (size_t i = 0; i < shares.size(); ++i) {
+      Share& share = shares[(own + i) % shares.size()];
+      int64_t count = 0;
+      for (;; ++count) {
+        const int64_t unit = share.next.fetch_add(1, std::memory_order_relaxed);
+        if (unit >= share.end) break;
+        (*body)(unit);
+      }
+      if (count) done.fetch_add(count, std::memory_order_release);
     }
   }
 };
@@ -120,9 +145,7 @@ void parallel_for(Pool& pool, int64_t units, const std::function<void(int64_t)>&
     for (int64_t unit = 0; unit < units; ++unit) body(unit);
     return;
   }
-  auto job = std::make_shared<Job>();
-  job->units = units;
-  job->body = &body;
+  const auto job = std::make_shared<Job>(static_cast<size_t>(helpers) + 1, units, &body);
   pool.schedule(helpers, [job] { job->work(); });
   job->work();
   // The rest are units under way.
