@@ -19,6 +19,7 @@ from .config import Kernels, ModelConfig
 from .errors import StokerError
 from .families import Family, family_for
 from .families.family import ROPE_FACTORS
+from .host_arrays import Arena
 from .ops import cpu
 from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
 from .quantized import QuantArray, dequantize
@@ -187,12 +188,13 @@ def load_params(
     parameters = dict(named_parameters(abstract))
     total, done = sum(tensors[name].nbytes for name in names.values()), 0
     values: dict[str, Any] = {}
+    arena = Arena()
     for path in sorted(parameters, key=lambda path: -tensors[names[path]].nbytes):
         order = family.row_order(path, config)
         value = _parameter(checkpoint, names[path], parameters[path], order)
         checkpoint.release(names[path])
         if config.kernels.platform == "cpu" and isinstance(value, QuantArray):
-            value = cpu.pack(value)
+            value = cpu.pack(value, arena.empty)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
         done += tensors[names[path]].nbytes
         if progress is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 
 from ...errors import StokerError
-from ...host_arrays import aligned_empty
+from ...host_arrays import Empty, aligned_empty
 from ...quantized import LogicalArray, QuantArray
 
 #: Rows (outputs) of a tile, kTile in kernels.h.
@@ -111,11 +111,12 @@ def can_pack(array: QuantArray) -> bool:
     return block_size(array.group, 8) > 0
 
 
-def pack(array: QuantArray) -> PackedArray:
+def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     """`array` in the layout of the CPU kernels, exactly; about as many bytes.
 
-    Runs in numpy on concrete arrays, in JAX on traced ones. 4-bit codes in groups that are not
-    whole eights of columns become 8-bit ones. Raises StokerError if `can_pack` is False.
+    Runs in numpy on concrete arrays, whose result goes into buffers from `empty`, and in JAX on
+    traced ones. 4-bit codes in groups that are not whole eights of columns become 8-bit ones.
+    Raises StokerError if `can_pack` is False.
     """
     if not can_pack(array):
         raise StokerError(
@@ -135,7 +136,7 @@ def pack(array: QuantArray) -> PackedArray:
         part = _pack(np, jax.tree.map(lambda leaf, at=start: leaf[at : at + step], array))
         if whole is None:
             whole = jax.tree.map(
-                lambda leaf: aligned_empty((-(-rows // TILE), *leaf.shape[1:]), leaf.dtype), part
+                lambda leaf: empty((-(-rows // TILE), *leaf.shape[1:]), leaf.dtype), part
             )
             whole = dataclasses.replace(whole, padding=-rows % TILE)
         at = start // TILE

@@ -1,0 +1,38 @@
+"""Buffers that JAX adopts as they are."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from stoker.models.host_arrays import Arena, aligned_empty
+
+SHAPES = [(3, 5), (1,), (2, 0), (1000, 1000), (7, 11, 13), (20 << 20,)]
+
+
+@pytest.mark.parametrize("kind", ["float16", "uint8", "float32"])
+def test_an_arena_gives_disjoint_arrays_that_jax_adopts(kind: str) -> None:
+    arena, made = Arena(), []
+    for value, shape in enumerate(SHAPES * 2):
+        array = arena.empty(shape, np.dtype(kind))
+        assert array.shape == shape and array.dtype == kind
+        assert array.ctypes.data % 64 == 0
+        array[...] = value
+        made.append(array)
+    for value, array in enumerate(made):
+        assert (array == value).all()
+        if array.size:
+            assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data
+
+
+def test_an_array_outlives_its_arena() -> None:
+    arrays = [Arena().empty((1 << 20,), np.dtype(np.float32)) for _ in range(3)]
+    for value, array in enumerate(arrays):
+        array[...] = value
+    assert [float(array.sum()) for array in arrays] == [0, 1 << 20, 2 << 20]
+
+
+def test_a_single_aligned_array() -> None:
+    array = aligned_empty((33, 3), np.dtype(np.float32))
+    assert array.ctypes.data % 64 == 0 and array.shape == (33, 3)
