@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from ..models.errors import StokerError
+from .memory import keep_freed_memory
 
 #: The commands, each `COMMAND` of the module of that name, and what they do.
 SUMMARIES = {
@@ -54,6 +55,7 @@ class Command:
         if rest:
             problem = f"unexpected argument {rest[0]!r}: every option is a flag, --name=value"
             return self._fail(f"{problem}; see stoker {self.name} --help", USAGE)
+        keep_freed_memory()
         try:
             self.run(values)
             sys.stdout.flush()
