@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from quantised import FORMATS, random_quant
 
+from stoker.models.config import ACTIVATION_TYPES
 from stoker.models.errors import StokerError
 from stoker.models.ops import cpu
 from stoker.models.quantized import dequantize
@@ -35,7 +36,7 @@ def as_int8(x: np.ndarray, block: int) -> np.ndarray:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("activations", cpu.ACTIVATIONS)
+@pytest.mark.parametrize("activations", ACTIVATION_TYPES)
 def test_quantised_weights(name: str, activations: str, isa: str) -> None:
     array = random_quant(name, 37)
     packed = cpu.pack(array)
@@ -67,7 +68,7 @@ def test_special_values_of_dense_weights(dtype: jnp.dtype) -> None:
         np.testing.assert_array_equal(got, np.asarray(weight, np.float32)[:, 0])
 
 
-@pytest.mark.parametrize("activations", cpu.ACTIVATIONS)
+@pytest.mark.parametrize("activations", ACTIVATION_TYPES)
 @pytest.mark.parametrize("name", ["q4_1", "q8_0", "q6_k", "long_row", "dense"])
 def test_bits_of_a_row_depend_on_nothing_else(name: str, activations: str) -> None:
     if name == "dense":
@@ -107,7 +108,7 @@ def test_many_weights_are_one_call_and_the_same_bits() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("T", [1, 9, 70])
-@pytest.mark.parametrize("activations", cpu.ACTIVATIONS)
+@pytest.mark.parametrize("activations", ACTIVATION_TYPES)
 def test_norm_before_products(activations: str, T: int, isa: str) -> None:
     packed, dense = cpu.pack(random_quant("q4_1", 20)), jnp.asarray(rows(7, 160))
     x, weight = 3 * rows(T, 160), rows(1, 160, seed=5)[0]
