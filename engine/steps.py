@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from ..models.config import ModelConfig
-from ..models.ops import Layout
+from ..models.ops.layout import DUMP_PAGE, Layout
 from ..models.parameters import Params
 from ..models.transformer import decoder, head
 from .cache import Cache
@@ -110,7 +110,7 @@ def decode_layout(state: State, batch: DecodeBatch) -> Layout:
     return Layout(
         query_start=jnp.arange(slots + 1, dtype=jnp.int32),
         kv_lens=jnp.where(batch.active, state.lengths + 1, 1),
-        page_table=jnp.where(batch.active[:, None], batch.page_table, 0),
+        page_table=jnp.where(batch.active[:, None], batch.page_table, DUMP_PAGE),
         max_query=1,
     )
 
