@@ -168,6 +168,15 @@ class Scheduler:
         if node is not None:
             self.pages.withdraw(node)
 
+    def restart(self) -> None:
+        """Forgets what the cache holds: everything that was running goes back into the queue."""
+        for sequence in list(self.running):
+            self._vacate(sequence)
+            self.add(sequence)
+        for sequence in self.waiting:
+            sequence.pending = 0
+        self.pages.clear()
+
     def plan(self) -> Plan | None:
         """The next step, or None if no sequence has anything to run.
 
