@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine import steps
-    from .engine.sampling import SamplingParams
+    from .engine.sampling_params import SamplingParams
     from .engine.session import Session
     from .models.errors import StokerError
     from .models.loading import Model, load_model
@@ -19,7 +19,7 @@ __all__ = ["Model", "SamplingParams", "Session", "StokerError", "load_model", "s
 
 _MODULES = {
     "Model": ".models.loading",
-    "SamplingParams": ".engine.sampling",
+    "SamplingParams": ".engine.sampling_params",
     "Session": ".engine.session",
     "StokerError": ".models.errors",
     "load_model": ".models.loading",

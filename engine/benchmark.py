@@ -17,7 +17,7 @@ from .accounting import StepCost, step_cost
 from .cache import PAGE_TOKENS, Cache, new_cache, pages_for
 from .chunks import CHUNKS, chunk_batches
 from .programs import Programs
-from .sampling import SamplingParams
+from .sampling_params import SamplingParams
 from .steps import DecodeBatch, State, new_state
 
 #: Told of each finished run, for a progress bar.
@@ -173,8 +173,9 @@ class _Run:
         self._cache: Cache = new_cache(config, batch * pages)
         table = jnp.arange(1, batch * pages + 1, dtype=jnp.int32)
         self._page_table = table.reshape(batch, pages)
+        self._vocab_size = config.vocab_size
         self._requests = [SamplingParams()] * batch
-        self._state: State = new_state(self._requests)
+        self._state: State = new_state(self._requests, config.vocab_size)
         self._decode = DecodeBatch(jnp.ones(batch, bool), self._page_table)
         self.n_chunks = 0
 
@@ -184,7 +185,7 @@ class _Run:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Fills the cache and waits for the first tokens."""
-        state = new_state(self._requests)
+        state = new_state(self._requests, self._vocab_size)
         self.n_chunks = 0
         for chunk in chunk_batches(prompts, [0] * len(prompts), self._page_table, self._chunks):
             self._cache, state, outputs = self._programs.prefill(

@@ -20,7 +20,7 @@ from . import steps
 from .cache import PAGE_TOKENS, new_cache, pages_for
 from .chunks import CHUNKS, chunk_batches, prefill_batch
 from .programs import Programs
-from .sampling import SamplingParams
+from .sampling_params import SamplingParams
 from .steps import DecodeBatch, Outputs, PrefillBatch, new_state
 
 
@@ -90,7 +90,7 @@ class Session:
 
     def warmup(self, prompt: Sequence[int] | None = None) -> None:
         """Compiles what `generate` needs: for this prompt, or for any if None."""
-        state = new_state([SamplingParams()])
+        state = new_state([SamplingParams()], self.config.vocab_size)
         if prompt is None:
             sizes: set[int] = set(self._chunks)
         else:
@@ -138,7 +138,7 @@ class Session:
                 "nothing can be generated"
             )
         limit = min(params.max_tokens or room, room)
-        state = new_state([params])
+        state = new_state([params], self.config.vocab_size, [len(prompt)], tuple(stop_ids))
         turn = self._begin(prompt)
         for batch in self._prompt_chunks(prompt):
             self._cache, state, outputs = self.programs.prefill(
@@ -181,7 +181,7 @@ class Session:
         self.check_prompt(ids)
         self.reset()
         self._begin(ids)
-        state = new_state([SamplingParams()])
+        state = new_state([SamplingParams()], self.config.vocab_size)
         scores: list[float | None] = [None]
         for batch in self._prompt_chunks(ids):
             start, rows = int(batch.cached[0]), int(batch.query_start[1])

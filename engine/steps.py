@@ -8,6 +8,7 @@ Each is `(params, cache, state, batch) -> (cache, state, outputs)` with a hashab
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from ..models.ops.layout import DUMP_PAGE, Layout
 from ..models.parameters import Params
 from ..models.transformer import decoder, head
 from .cache import Cache
-from .sampling import Sampling, SamplingParams, pack_sampling, sample
+from .sampling import Sampling, choose, pack_sampling
+from .sampling_params import SamplingParams
 
 
 @struct.dataclass
@@ -81,13 +83,18 @@ class Outputs:
     logprobs: jax.Array
 
 
-def new_state(requests: list[SamplingParams]) -> State:
-    """The state of slots that have nothing cached yet, one for each request."""
+def new_state(
+    requests: Sequence[SamplingParams],
+    vocab_size: int,
+    prompt_lens: Sequence[int] | None = None,
+    end_ids: Sequence[int] = (),
+) -> State:
+    """The state of slots that have nothing cached yet; arguments as of `pack_sampling`."""
     shape = (len(requests),)
     return State(
         tokens=jnp.zeros(shape, jnp.int32),
         lengths=jnp.zeros(shape, jnp.int32),
-        sampling=pack_sampling(requests),
+        sampling=jax.tree.map(jnp.array, pack_sampling(requests, vocab_size, prompt_lens, end_ids)),
     )
 
 
@@ -146,7 +153,7 @@ def prefill(
     cache, logits = prefill_logits(params, cache, batch, config=config)
     rows = batch.query_start[1:] - batch.query_start[:-1]
     lengths = batch.cached + rows
-    outputs = _choose(logits, state.sampling, lengths)
+    outputs = _choose(logits, state.sampling, lengths, config)
     state = dataclasses.replace(
         state,
         tokens=jnp.where(rows > 0, outputs.tokens, state.tokens),
@@ -161,7 +168,7 @@ def decode(
     """Appends each active slot's newest token to the cache and samples the next one."""
     cache, logits = decode_logits(params, cache, state, batch, config=config)
     lengths = state.lengths + 1
-    outputs = _choose(logits, state.sampling, lengths)
+    outputs = _choose(logits, state.sampling, lengths, config)
     state = dataclasses.replace(
         state,
         tokens=jnp.where(batch.active, outputs.tokens, state.tokens),
@@ -192,9 +199,13 @@ def score(
     return cache, state, _logprobs(logits, targets)
 
 
-def _choose(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> Outputs:
-    tokens = sample(logits, sampling, positions)
-    return Outputs(tokens=tokens, logprobs=_logprobs(logits, tokens))
+def _choose(
+    logits: jax.Array, sampling: Sampling, positions: jax.Array, config: ModelConfig
+) -> Outputs:
+    # Slots do not remember their tokens, so penalties have nothing to go by.
+    history = jnp.zeros((logits.shape[0], 0), jnp.int32)
+    choice = choose(logits, sampling, history, positions, config.kernels)
+    return Outputs(tokens=choice.tokens, logprobs=choice.logprobs)
 
 
 def _logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:

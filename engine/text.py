@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 
 from ..models.tokenizers import Detokenizer, Tokenizer
-from .sampling import SamplingParams
+from .sampling_params import SamplingParams
 from .session import Session, Token
 
 

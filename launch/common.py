@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from ..engine.sampling import SamplingParams
+from ..engine.sampling_params import SamplingParams
 from ..engine.session import Session
 from ..models.config import ACTIVATION_TYPES, DTYPES, PLATFORMS
 from ..models.errors import StokerError

@@ -3,7 +3,16 @@
 `xla/` is the reference and runs anywhere; `cpu/` are compiled kernels for the CPU.
 """
 
-from .dispatch import attention, embed, gated_matmul, matmul, products
+from .dispatch import (
+    attention,
+    embed,
+    gated_matmul,
+    largest,
+    logsumexp,
+    matmul,
+    products,
+    sample,
+)
 from .elementwise import rotary_tables
 from .layout import Layout
 
@@ -12,7 +21,10 @@ __all__ = [
     "attention",
     "embed",
     "gated_matmul",
+    "largest",
+    "logsumexp",
     "matmul",
     "products",
     "rotary_tables",
+    "sample",
 ]

@@ -103,3 +103,34 @@ def attention(
         return cpu.attention(q, k, v, k_pages, v_pages, layout, turn=turn, scale=scale)
     q, k = rotate(q, *turn), rotate(k, *turn)
     return xla.attention(q, k, v, k_pages, v_pages, layout, scale=scale)
+
+
+def sample(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    uniform: jax.Array,
+    kernels: Kernels,
+) -> tuple[jax.Array, jax.Array]:
+    """One token for each row of `logits [B, V]`, and the row's log of summed exponentials.
+
+    Args and results as of `xla.sample`, which says more.
+    """
+    return xla.sample(logits, temperature, top_k, top_p, min_p, uniform)
+
+
+def logsumexp(logits: jax.Array, kernels: Kernels) -> jax.Array:
+    """The second result of `sample` alone."""
+    return jax.nn.logsumexp(logits, axis=-1)
+
+
+def largest(
+    logits: jax.Array, wanted: jax.Array, count: int, kernels: Kernels
+) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of `logits [B, V]` and their ids, as of `xla.largest`.
+
+    Rows that are not `wanted` (bool `[B]`) may hold anything.
+    """
+    return xla.largest(logits, count)

@@ -2,5 +2,6 @@
 
 from .attention import attention
 from .matmul import matmul
+from .sample import largest, sample
 
-__all__ = ["attention", "matmul"]
+__all__ = ["attention", "largest", "matmul", "sample"]
