@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import TINY, random_params
 
-from stoker.engine.sampling import SamplingParams
+from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.session import Session
 from stoker.models.errors import StokerError
 

@@ -14,7 +14,7 @@ from tiny import KERNELS, TINY, random_params, variant
 from stoker.engine import steps
 from stoker.engine.cache import new_cache
 from stoker.engine.programs import Programs, cache_copies, compile_step
-from stoker.engine.sampling import SamplingParams
+from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.session import Session
 from stoker.models.config import ModelConfig
 
@@ -66,7 +66,7 @@ def test_decode_goes_on_like_prefill(config: ModelConfig) -> None:
     """Two active slots and an idle one, against running the longer prompts from scratch."""
     table = page_table(3, 8)
     cache = new_cache(config, 24)
-    state = steps.new_state([SamplingParams()] * 3)
+    state = steps.new_state([SamplingParams()] * 3, 512)
     batch = chunk([PROMPT[:33], [5, 6], PROMPT[:9]], [0] * 3, table)
     cache, state, outputs = jitted(steps.prefill, config)(PARAMS, cache, state, batch)
     replies = [[int(token)] for token in outputs.tokens]
@@ -94,7 +94,7 @@ def test_scan_over_decode_equals_the_session(config: ModelConfig, temperature: f
     session = Session(PARAMS, config, context=128)
     expected = [token.id for token in session.generate(PROMPT, params)]
     table = page_table(1, 8)
-    cache, state = new_cache(config, 8), steps.new_state([params])
+    cache, state = new_cache(config, 8), steps.new_state([params], 512)
     cache, state, first = jitted(steps.prefill, config)(
         PARAMS, cache, state, chunk([PROMPT], [0], table)
     )
@@ -123,7 +123,7 @@ def test_chunk_size_does_not_change_a_seeded_reply(config: ModelConfig) -> None:
 
 def test_score_leaves_other_slots_alone(config: ModelConfig) -> None:
     table = page_table(2, 8)
-    cache, state = new_cache(config, 16), steps.new_state([SamplingParams()] * 2)
+    cache, state = new_cache(config, 16), steps.new_state([SamplingParams()] * 2, 512)
     batch = chunk([[], PROMPT[:9]], [0, 0], table)
     cache, state, _ = jitted(steps.prefill, config)(PARAMS, cache, state, batch)
     batch = chunk([PROMPT[:5], []], [0, 0], table)
@@ -139,7 +139,7 @@ def test_decoding_past_the_pages_is_no_silent_overwrite(config: ModelConfig) -> 
     run = jitted(steps.prefill_logits, config)
     cache, _ = run(PARAMS, cache, chunk([PROMPT[:32]], [0], table))
     before = jax.tree.map(np.array, cache)
-    state = steps.new_state([SamplingParams()])
+    state = steps.new_state([SamplingParams()], 512)
     state = dataclasses.replace(state, lengths=np.array([32], np.int32))
     arguments = (PARAMS, cache, state, steps.DecodeBatch(np.array([True]), table))
     if config.kernels.platform == "cpu":
@@ -166,7 +166,7 @@ def test_float32_products_are_exact_on_every_platform(config: ModelConfig) -> No
 
 def _step_arguments(config: ModelConfig) -> dict[str, tuple]:
     table = page_table(2, 8)
-    cache, state = new_cache(config, 16), steps.new_state([SamplingParams()] * 2)
+    cache, state = new_cache(config, 16), steps.new_state([SamplingParams()] * 2, 512)
     batch = chunk([PROMPT[:9], PROMPT[:7]], [0, 0], table)
     return {
         "prefill": (PARAMS, cache, state, batch),

@@ -13,7 +13,7 @@ import sys
 import pytest
 from gguf_files import Tiny, write_gguf
 
-from stoker.engine.sampling import SamplingParams
+from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.session import Session
 from stoker.launch import bench, chat, cli, generate, score
 from stoker.models.loading import load_model

@@ -12,7 +12,7 @@ import pytest
 from driving import prompt_logits
 from tiny import hf_logits
 
-from stoker.engine.sampling import SamplingParams
+from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.session import Session
 from stoker.models.loading import Model, load_model
 from stoker.models.tokenizers import encode_chat

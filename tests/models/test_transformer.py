@@ -8,7 +8,7 @@ import pytest
 from driving import prompt_logits
 from tiny import KERNELS, VARIANTS, hf_logits, hugging_face, random_params, variant
 
-from stoker.engine.sampling import SamplingParams
+from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.session import Session
 
 RNG = np.random.default_rng(7)

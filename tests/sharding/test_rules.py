@@ -22,7 +22,7 @@ from tiny import TINY, random_params, variant
 from stoker.engine import steps
 from stoker.engine.cache import new_cache
 from stoker.engine.programs import Programs
-from stoker.engine.sampling import SamplingParams
+from stoker.engine.sampling_params import SamplingParams
 from stoker.models.parameters import abstract_params, place_params
 from stoker.sharding import make_mesh
 
@@ -34,7 +34,7 @@ for name in ("plain", "tied", "one_kv_head", "odd_sizes"):
     batch = chunk([[1, 2, 3], list(range(20))], [0, 0], table)
 
     def run(params, cache):
-        state = steps.new_state([SamplingParams()] * 2)
+        state = steps.new_state([SamplingParams()] * 2, 512)
         cache, logits = steps.prefill_logits(params, cache, batch, config=config)
         cache, state, _ = steps.prefill(params, cache, state, batch, config=config)
         decode = steps.DecodeBatch(np.array([True, True]), table)
@@ -45,7 +45,7 @@ for name in ("plain", "tied", "one_kv_head", "odd_sizes"):
     placed = place_params(params, config, mesh)
     spec = placed["layers"][0]["gate"].sharding.spec
     assert spec == jax.P("tensor", None), spec
-    state = steps.new_state([SamplingParams()] * 2)
+    state = steps.new_state([SamplingParams()] * 2, 512)
     Programs(config).prepare(steps.prefill, placed, new_cache(config, 8, mesh=mesh), state, batch)
     got = jax.jit(run)(placed, new_cache(config, 8, mesh=mesh))
     for a, b in zip(got, expected):
