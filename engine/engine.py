@@ -78,6 +78,8 @@ class Engine:
       prefix_cache: keep the pages of finished sequences for prompts that begin alike.
       decode_steps: steps that the device takes at once while nothing waits. More than one saves
         host work on small models; a new request waits for all of them.
+      mixed: prompts and running replies share steps, and the reading of the weights; if not, they
+        take turns, which is slower and there to compare with.
 
     Attributes:
       context, slots, n_pages: as reserved.
@@ -99,6 +101,7 @@ class Engine:
         step_tokens: int = 256,
         prefix_cache: bool = True,
         decode_steps: int = 1,
+        mixed: bool = True,
     ) -> None:
         config = model.config
         context = config.max_positions if context is None else context
@@ -125,6 +128,7 @@ class Engine:
             step_tokens=step_tokens,
             score_tokens=self.shapes.score,
             repeat=decode_steps,
+            mixed=mixed,
         )
         self.runner = Runner(
             model.params,

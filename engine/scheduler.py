@@ -80,13 +80,14 @@ class Rows:
     """What one sequence runs in a step: `count` tokens from position `start`.
 
     `samples` tokens follow: none after a chunk that does not end the prompt, otherwise one, or
-    several where the step repeats.
+    several where the step repeats. `decode`: it runs the newest token, and the device knows where.
     """
 
     sequence: Sequence
     start: int
     count: int
     samples: int
+    decode: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,22 @@ class Plan:
     @property
     def decodes(self) -> bool:
         """Each sequence runs its newest token, and nothing else is run."""
-        return all(rows.count == 1 and rows.samples for rows in self.rows)
+        return all(rows.decode for rows in self.rows)
+
+
+@dataclasses.dataclass
+class _Chosen:
+    """A plan in the making."""
+
+    budget: int
+    rows: list[Rows] = dataclasses.field(default_factory=list)
+    score: Rows | None = None
+
+    def add(self, rows: Rows | None, *, paid: bool = False) -> None:
+        """Takes what a sequence runs, off the budget if it was not `paid` for before."""
+        if rows is not None:
+            self.rows.append(rows)
+            self.budget -= 0 if paid else rows.count
 
 
 class Scheduler:
@@ -127,10 +143,18 @@ class Scheduler:
       step_tokens: most tokens that one step runs; more than `slots`, or prompts would never go on.
       score_tokens: most tokens that one score step runs.
       repeat: decode steps to plan at once while nothing waits.
+      mixed: let prompts and decodes share a step; if not, they take turns.
     """
 
     def __init__(
-        self, pages: Pages, *, slots: int, step_tokens: int, score_tokens: int, repeat: int = 1
+        self,
+        pages: Pages,
+        *,
+        slots: int,
+        step_tokens: int,
+        score_tokens: int,
+        repeat: int = 1,
+        mixed: bool = True,
     ) -> None:
         self.pages = pages
         self.step = 0
@@ -141,6 +165,8 @@ class Scheduler:
         self._step_tokens = step_tokens
         self._score_tokens = score_tokens
         self._repeat = repeat
+        self._mixed = mixed
+        self._prompts_turn = True
 
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence into the queue."""
@@ -183,27 +209,50 @@ class Scheduler:
         What it plans counts as done from here on: pages are taken, `computed` and `pending` rise.
         """
         self.step += 1
-        rows: list[Rows] = []
-        score: Rows | None = None
-        budget = self._step_tokens - sum(s.left == 1 and not s.scoring for s in self.running)
-        repeat = 1 if self.waiting or any(s.left > 1 for s in self.running) else self._repeat
+        if self._mixed:
+            return self._plan(decodes=True, prompts=True)
+        self._prompts_turn = not self._prompts_turn
+        planned = self._plan(decodes=not self._prompts_turn, prompts=self._prompts_turn)
+        return planned or self._plan(decodes=self._prompts_turn, prompts=not self._prompts_turn)
+
+    def _plan(self, *, decodes: bool, prompts: bool) -> Plan | None:
+        chosen = _Chosen(self._step_tokens)
+        decoding = [s for s in self.running if s.left == 1 and not s.scoring]
+        repeat = 1
+        if decodes:
+            chosen.budget -= len(decoding)  # they go first, whatever their rank
+            if not self.waiting and not any(s.left > 1 for s in self.running):
+                repeat = self._repeat
         for sequence in list(self.running):
             if sequence.slot is None:  # preempted by one before it
                 continue
-            if sequence.scoring:
-                if score is None and budget > 0:
-                    score = self._score(sequence, budget)
-                    budget -= score.count if score else 0
-            elif sequence.left == 1:
-                if planned := self._decode(sequence, repeat):
-                    rows.append(planned)
-            elif sequence.left and budget > 0 and (planned := self._prefill(sequence, budget)):
-                rows.append(planned)
-                budget -= planned.count
+            if sequence.left == 1 and not sequence.scoring:
+                if decodes:
+                    chosen.add(self._decode(sequence, repeat), paid=True)
+            elif prompts:
+                self._go_on(sequence, chosen, fresh=False)
+        admitted = self._admit_waiting(chosen) if prompts else []
+        if not chosen.rows and chosen.score is None:
+            return None
+        return Plan(self.step, tuple(admitted), tuple(chosen.rows), chosen.score, repeat)
+
+    def _go_on(self, sequence: Sequence, chosen: _Chosen, *, fresh: bool) -> None:
+        """Gives a prompt its share of the budget."""
+        if chosen.budget <= 0:
+            return
+        if not sequence.scoring:
+            if sequence.left:
+                chosen.add(self._prefill(sequence, chosen.budget, fresh=fresh))
+        elif chosen.score is None and (planned := self._score(sequence, chosen.budget)):
+            chosen.score = planned
+            chosen.budget -= planned.count
+
+    def _admit_waiting(self, chosen: _Chosen) -> list[Sequence]:
+        """Starts sequences while there are slots, pages and budget, in their order."""
         admitted = []
         deferred = 0
         for sequence in list(self.waiting):
-            if budget <= 0 or deferred >= len(self._free_slots):
+            if chosen.budget <= 0 or deferred >= len(self._free_slots):
                 break
             # A token of its own that is still on the device would be missing.
             if sequence.pending:
@@ -216,16 +265,8 @@ class Scheduler:
                 break
             self._admit(sequence)
             admitted.append(sequence)
-            if sequence.scoring:
-                if score is None:
-                    score = self._score(sequence, budget)
-                    budget -= score.count if score else 0
-            elif planned := self._prefill(sequence, budget):
-                rows.append(planned)
-                budget -= planned.count
-        if not rows and score is None:
-            return None
-        return Plan(self.step, tuple(admitted), tuple(rows), score, repeat)
+            self._go_on(sequence, chosen, fresh=True)
+        return admitted
 
     def _decode(self, sequence: Sequence, repeat: int) -> Rows | None:
         steps = min(repeat, sequence.max_len - sequence.length)
@@ -235,9 +276,9 @@ class Scheduler:
         sequence.computed += steps
         sequence.pending += steps
         self._publish(sequence)
-        return Rows(sequence, start, 1, steps)
+        return Rows(sequence, start, 1, steps, decode=True)
 
-    def _prefill(self, sequence: Sequence, budget: int) -> Rows | None:
+    def _prefill(self, sequence: Sequence, budget: int, *, fresh: bool) -> Rows | None:
         if self._match(sequence):
             return None
         start = sequence.computed
@@ -248,7 +289,7 @@ class Scheduler:
         sequence.computed += count
         sequence.pending += samples
         self._publish(sequence)
-        return Rows(sequence, start, count, samples)
+        return Rows(sequence, start, count, samples, decode=fresh and count == samples == 1)
 
     def _score(self, sequence: Sequence, budget: int) -> Rows | None:
         start = sequence.computed
@@ -257,7 +298,7 @@ class Scheduler:
             return None
         sequence.computed += count
         self._publish(sequence)
-        return Rows(sequence, start, count, 0)
+        return Rows(sequence, start, count, 0, decode=False)
 
     def _matches(self, sequence: Sequence) -> tuple[list[Node], bool]:
         """Pages that the prefix tree has next for a sequence, and whether it pays to wait.
