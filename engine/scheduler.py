@@ -263,7 +263,7 @@ class Scheduler:
                 continue
             if not self._fits(sequence, matched):
                 break
-            self._admit(sequence)
+            self._admit(sequence, matched)
             admitted.append(sequence)
             self._go_on(sequence, chosen, fresh=True)
         return admitted
@@ -279,8 +279,6 @@ class Scheduler:
         return Rows(sequence, start, 1, steps, decode=True)
 
     def _prefill(self, sequence: Sequence, budget: int, *, fresh: bool) -> Rows | None:
-        if self._match(sequence):
-            return None
         start = sequence.computed
         count = min(sequence.left, budget)
         if not self._provide(sequence, start + count):
@@ -301,16 +299,16 @@ class Scheduler:
         return Rows(sequence, start, count, 0, decode=False)
 
     def _matches(self, sequence: Sequence) -> tuple[list[Node], bool]:
-        """Pages that the prefix tree has next for a sequence, and whether it pays to wait.
+        """Pages that the prefix tree has for a waiting sequence, and whether it pays to wait.
 
-        It does where this very step fills the page that comes then. The last known token is never
+        It does where this very step fills the page that comes next. The last known token is never
         matched: its logits are needed.
         """
         found: list[Node] = []
         if sequence.scored:
             return found, False
-        node = sequence.node or self.pages.root(sequence.namespace)
-        start = sequence.n_shared * self.pages.page_tokens
+        node = self.pages.root(sequence.namespace)
+        start = 0
         while start + self.pages.page_tokens < len(sequence.tokens):
             following = self.pages.following(node, sequence.tokens, start)
             if following is None:
@@ -321,17 +319,6 @@ class Scheduler:
             node = following
             start += self.pages.page_tokens
         return found, False
-
-    def _match(self, sequence: Sequence) -> bool:
-        """Goes on from the pages that the prefix tree has; True if it pays to wait a step."""
-        found, wait = self._matches(sequence)
-        for node in found:
-            self._share(sequence, node)
-            gained = sequence.n_shared * self.pages.page_tokens - sequence.computed
-            sequence.computed += max(gained, 0)
-            if not sequence.preemptions:
-                sequence.cached += max(gained, 0)
-        return wait
 
     def _share(self, sequence: Sequence, node: Node) -> None:
         """Makes a node's page the sequence's next shared one, in place of its own if it has one."""
@@ -372,10 +359,15 @@ class Scheduler:
         need = -(-length // Z) - len(matched)
         return need + promised + len(self.running) <= self.pages.available - idle
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit(self, sequence: Sequence, matched: list[Node]) -> None:
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_rank)
         sequence.slot = self._free_slots.pop()
+        for node in matched:
+            self._share(sequence, node)
+        sequence.computed = sequence.n_shared * self.pages.page_tokens
+        if not sequence.preemptions:
+            sequence.cached = sequence.computed
 
     def _provide(self, sequence: Sequence, length: int) -> bool:
         """Gets the pages for `length` tokens, from sequences that rank lower if need be.
