@@ -78,16 +78,26 @@ def choose(
             kernels,
         )
 
-    def changed() -> tuple[jax.Array, jax.Array]:
-        tokens, _ = draw(edit_logits(logits, sampling, history, positions))
-        return tokens, ops.logsumexp(logits, kernels)
+    def edit() -> jax.Array:
+        return edit_logits(logits, sampling, history, positions)
 
     uniform = jax.lax.cond(
         (sampling.temperature > 0).any(),
         lambda: uniforms(sampling.key, positions),
         lambda: jnp.zeros(positions.shape),
     )
-    tokens, total = jax.lax.cond(wants_edits(sampling, positions), changed, lambda: draw(logits))
+    edited = wants_edits(sampling, positions)
+    if kernels.platform == "cpu":
+        # A conditional that returned unedited logits would copy them, which takes longer than all.
+        tokens, total = jax.lax.cond(
+            edited,
+            lambda: (draw(edit())[0], ops.logsumexp(logits, kernels)),
+            lambda: draw(logits),
+        )
+    else:
+        # The reference takes longer to compile than to copy.
+        tokens, _ = draw(jax.lax.cond(edited, edit, lambda: logits))
+        total = ops.logsumexp(logits, kernels)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     top_ids, top_logits = _alternatives(logits, sampling.wants_top, top, kernels)
     return Choice(
