@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +26,18 @@ from ..models.loading import Model
 from .cache import PAGE_TOKENS
 from .capacity import choose_pages
 from .pages import Pages
-from .replies import ABORT, ERROR, LENGTH, Choice, Delta, Reply, Times, Writer, alternatives
+from .replies import (
+    ABORT,
+    ERROR,
+    LENGTH,
+    Alternatives,
+    Choice,
+    Delta,
+    Reply,
+    Times,
+    Writer,
+    alternatives,
+)
 from .runner import Advance, Dispatched, Runner, Sampled, Scored
 from .sampling_params import MAX_SEED, SamplingParams
 from .scheduler import Scheduler
@@ -311,7 +322,9 @@ class Engine:
             raise
         return answers
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
         """What each step adds to the reply to one prompt; leaving early ends it.
 
         Raises:
@@ -428,10 +441,11 @@ class Engine:
             if not found.finite[at]:
                 break
             self._scheduler.accept(sequence, token)
-            beside = None
+            beside: Alternatives | None = None
             if wanted is not None:
-                row = (found.top_ids[at], found.top_logprobs[at]) if found.top_ids else ((), ())
-                beside = alternatives(*row, wanted)
+                beside = ()
+                if found.top_ids:
+                    beside = alternatives(found.top_ids[at], found.top_logprobs[at], wanted)
             text.append(stream.writer.push(token, found.logprobs[at], beside))
             if choice.finish_reason:
                 break

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,7 +69,7 @@ class Programs:
 
     def prepare(self, step: Step, params: Params, cache: Cache, *rest: Any, **static: int) -> None:
         """Compiles `step` of `engine/steps.py` for these shapes, and runs nothing."""
-        self._program(step, params, cache, *rest, **static)
+        self._program(step, (params, cache, *rest), static)
 
     def prefill(
         self, params: Params, cache: Cache, state: State, batch: PrefillBatch
@@ -107,12 +107,12 @@ class Programs:
         return program(state, slot, row)
 
     def _run(self, step: Step, *args: Any, **static: int) -> Any:
-        return self._program(step, *args, **static)(*args)
+        return self._program(step, args, static)(*args)
 
     def _program(
-        self, step: Step, params: Params, cache: Cache, *rest: Any, **static: int
+        self, step: Step, args: tuple[Any, ...], static: Mapping[str, int]
     ) -> jax.stages.Compiled:
-        batch = rest[1]
+        _, cache, _, batch, *_ = args
         rows = batch.slots if isinstance(batch, DecodeBatch) else batch.tokens
         shape = (*rows.shape, *batch.page_table.shape, *static.values())
         key = (step.__name__, shape)
@@ -120,7 +120,7 @@ class Programs:
         if program is None:
             start = time.perf_counter()
             bound = functools.partial(step, top=self.top, **static)
-            program = compile_step(bound, self.config, params, cache, *rest)
+            program = compile_step(bound, self.config, *args)
             self._programs[key] = program
             record = self._record(*key, start, program)
             cache_bytes = sum(map(_device_bytes, jax.tree.leaves(cache)))

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -123,7 +124,8 @@ class Runner:
             idle, self._config.vocab_size, self._context, end_ids=self._end_ids
         )
         # Row S is padding's.
-        self._table = np.full((self._slots + 1, pages_for(self._context)), DUMP_PAGE, np.int32)
+        shape = (self._slots + 1, pages_for(self._context))
+        self._table: Any = np.full(shape, DUMP_PAGE, np.int32)
         self._listed: list[list[int]] = [[] for _ in range(self._slots)]
 
     def warmup(
@@ -164,7 +166,7 @@ class Runner:
 
     def _warm_score(self) -> None:
         n_rows = self._shapes.score
-        targets = np.zeros(n_rows, np.int32)
+        targets = _integers(n_rows, 0)
         self._prepare(steps.score, self._prefill_batch((), n_rows, 1), targets)
 
     def dispatch(self, plan: Plan, params_of: Callable[[Scheduled], SamplingParams]) -> Dispatched:
@@ -244,7 +246,7 @@ class Runner:
 
     def _dispatch_score(self, rows: Rows) -> Scores:
         batch = self._prefill_batch((rows,), self._shapes.score, 1)
-        targets = np.zeros(self._shapes.score, np.int32)
+        targets = _integers(self._shapes.score, 0)
         end = rows.start + rows.count
         targets[: rows.count] = rows.sequence.tokens[rows.start + 1 : end + 1]
         self._cache, self._state, scores = self.programs.score(
@@ -259,12 +261,13 @@ class Runner:
         history = np.zeros(self._context, np.int32)
         history[: len(tokens)] = tokens
         packed = pack_sampling([params], self._config.vocab_size, [prompt_len], self._end_ids)
-        return State(
-            tokens=np.int32(tokens[-1]),
-            lengths=np.int32(cached),
-            history=history,
-            sampling=jax.tree.map(lambda array: array[0], packed),
-        )
+        row: dict[str, Any] = {
+            "tokens": np.int32(tokens[-1]),
+            "lengths": np.int32(cached),
+            "history": history,
+            "sampling": jax.tree.map(lambda array: array[0], packed),
+        }
+        return State(**row)
 
     def _list_pages(self, sequence: Scheduled) -> None:
         """Brings the page table's row of a sequence up to date."""
@@ -274,11 +277,9 @@ class Runner:
             self._listed[slot] = list(pages)
 
     def _prefill_batch(self, plan: Sequence[Rows], n_rows: int, size: int) -> PrefillBatch:
-        tokens = np.zeros(n_rows, np.int32)
-        query_start = np.zeros(size + 1, np.int32)
-        cached = np.zeros(size, np.int32)
-        slots = np.full(size, self._slots, np.int32)
-        samples = np.zeros(size, bool)
+        tokens, cached = _integers(n_rows, 0), _integers(size, 0)
+        query_start, slots = _integers(size + 1, 0), _integers(size, self._slots)
+        samples: Any = np.zeros(size, bool)
         at = 0
         for b, rows in enumerate(plan):
             known = rows.sequence.tokens[rows.start : rows.start + rows.count]
@@ -292,9 +293,13 @@ class Runner:
         return PrefillBatch(tokens, query_start, cached, self._table[slots], slots, samples)
 
     def _decode_batch(self, plan: Sequence[Rows], size: int) -> DecodeBatch:
-        slots = np.full(size, self._slots, np.int32)
-        limits = np.zeros(size, np.int32)
+        slots, limits = _integers(size, self._slots), _integers(size, 0)
         for b, rows in enumerate(plan):
             slots[b] = rows.sequence.slot
             limits[b] = rows.start + rows.samples
         return DecodeBatch(self._table[slots], slots, limits)
+
+
+def _integers(count: int, value: int) -> Any:
+    """int32 `[count]`, on the host; steps take it for an array of the device."""
+    return np.full(count, value, np.int32)

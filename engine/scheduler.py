@@ -13,6 +13,8 @@ from collections.abc import Hashable
 
 from .pages import Node, Pages
 
+NO_SLOT = -1
+
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
@@ -26,7 +28,7 @@ class Sequence:
       priority: a higher one goes first.
       namespace: only sequences of the same one share cached pages.
       scored: every prompt token's log-probability is wanted, so each is run by a score step.
-      slot: its row of the device's state while it runs.
+      slot: its row of the device's state while it runs; else `NO_SLOT`.
       computed: tokens whose keys and values are in the cache, or will be once the steps that were
         planned have run.
       pending: tokens that planned steps sample and that are not known here yet.
@@ -43,7 +45,7 @@ class Sequence:
     priority: int = 0
     namespace: Hashable = None
     scored: bool = False
-    slot: int | None = None
+    slot: int = NO_SLOT
     computed: int = 0
     pending: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -175,7 +177,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is, and gives back what it held."""
         sequence.done = True
-        if sequence.slot is None:
+        if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
         else:
             self._vacate(sequence)
@@ -224,7 +226,7 @@ class Scheduler:
             if not self.waiting and not any(s.left > 1 for s in self.running):
                 repeat = self._repeat
         for sequence in list(self.running):
-            if sequence.slot is None:  # preempted by one before it
+            if sequence.slot == NO_SLOT:  # preempted by one before it
                 continue
             if sequence.left == 1 and not sequence.scoring:
                 if decodes:
@@ -391,11 +393,10 @@ class Scheduler:
         self.add(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
         self.running.remove(sequence)
         self.pages.release(sequence.pages)
         self._free_slots.append(sequence.slot)
-        sequence.slot, sequence.computed, sequence.pages = None, 0, []
+        sequence.slot, sequence.computed, sequence.pages = NO_SLOT, 0, []
         sequence.node, sequence.n_shared = None, 0
 
 

@@ -34,10 +34,11 @@ def run(values: flags.FlagValues) -> None:
     template = common.chat_template(values)
     limit = memory_bandwidth() if values.stats else None
     model = common.open_model(values)
+    tokenizer = common.tokenizer_of(model)
     start = [] if values.system is None else [{"role": "system", "content": values.system}]
 
     def encode(messages: list[dict[str, str]]) -> list[int]:
-        return encode_chat(model.tokenizer, messages, template=template)
+        return encode_chat(tokenizer, messages, template=template)
 
     encode([*start, {"role": "user", "content": "Hello"}])  # a template that fails, fails now
     engine = common.new_engine(values, model, DEFAULT_CONTEXT)

@@ -16,6 +16,7 @@ from ..models.config import ACTIVATION_TYPES, DTYPES, PLATFORMS
 from ..models.errors import StokerError
 from ..models.loading import Model, load_model
 from ..models.sources import DEFAULT_MODEL, byte_bar, cache_folder
+from ..models.tokenizers import Tokenizer
 
 #: Where `--context` is not given: contexts are rounded up to a power of two from here, so that a
 #: few compiled shapes serve all prompts.
@@ -158,6 +159,13 @@ def open_model(values: flags.FlagValues) -> Model:
             activations=values.activations,
             progress=progress,
         )
+
+
+def tokenizer_of(model: Model) -> Tokenizer:
+    """The model's tokenizer; a StokerError where it has none."""
+    if model.tokenizer is None:
+        raise StokerError(f"model '{model.name}' has no tokenizer; give token ids, not text")
+    return model.tokenizer
 
 
 def cache_programs(values: flags.FlagValues) -> None:

@@ -121,7 +121,7 @@ def _given_text(values: flags.FlagValues) -> str:
 
 def _encode(values: flags.FlagValues, model: Model, text: str) -> list[int]:
     if not values.chat:
-        ids = model.tokenizer.encode(text, parse_special=values.parse_special)
+        ids = common.tokenizer_of(model).encode(text, parse_special=values.parse_special)
         if not ids:
             raise StokerError(
                 "the prompt is empty, and this model has no begin token to start from"
@@ -129,7 +129,7 @@ def _encode(values: flags.FlagValues, model: Model, text: str) -> list[int]:
         return ids
     system = [] if values.system is None else [{"role": "system", "content": values.system}]
     messages = [*system, {"role": "user", "content": text}]
-    return encode_chat(model.tokenizer, messages, template=common.chat_template(values))
+    return encode_chat(common.tokenizer_of(model), messages, template=common.chat_template(values))
 
 
 COMMAND = Command("generate", define_flags, run)

@@ -38,7 +38,7 @@ def run(values: flags.FlagValues) -> None:
     text = None if values.text_file is None else common.read_text("text_file", values.text_file)
     model = common.open_model(values)
     if text is not None:
-        ids = model.tokenizer.encode(text)
+        ids = common.tokenizer_of(model).encode(text)
     assert ids is not None
     if len(ids) < 2:
         raise StokerError(f"there are {len(ids)} tokens to score; at least 2 are needed")

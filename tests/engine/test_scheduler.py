@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.engine.pages import Pages
-from stoker.engine.scheduler import Plan, Scheduler, Sequence
+from stoker.engine.scheduler import NO_SLOT, Plan, Scheduler, Sequence
 
 Z = 4
 
@@ -95,7 +95,7 @@ class Loop:
     def check(self) -> None:
         live = [s for s in self.scheduler.running if not s.done]
         self.pages.check([s.pages for s in live])
-        assert all(not s.pages and s.slot is None for s in self.scheduler.waiting)
+        assert all(not s.pages and s.slot == NO_SLOT for s in self.scheduler.waiting)
         slots = [s.slot for s in live]
         assert len(set(slots)) == len(slots)
 
