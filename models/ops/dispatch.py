@@ -118,11 +118,15 @@ def sample(
 
     Args and results as of `xla.sample`, which says more.
     """
-    return xla.sample(logits, temperature, top_k, top_p, min_p, uniform)
+    implementation = cpu.sample if kernels.platform == "cpu" else xla.sample
+    return implementation(logits, temperature, top_k, top_p, min_p, uniform)
 
 
 def logsumexp(logits: jax.Array, kernels: Kernels) -> jax.Array:
     """The second result of `sample` alone."""
+    if kernels.platform == "cpu":
+        nothing = jnp.zeros(logits.shape[:1])
+        return cpu.sample(logits, nothing, nothing.astype(jnp.int32), nothing, nothing, nothing)[1]
     return jax.nn.logsumexp(logits, axis=-1)
 
 
@@ -133,4 +137,6 @@ def largest(
 
     Rows that are not `wanted` (bool `[B]`) may hold anything.
     """
+    if kernels.platform == "cpu":
+        return cpu.largest(logits, wanted, count)
     return xla.largest(logits, count)

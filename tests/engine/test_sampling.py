@@ -26,8 +26,8 @@ def platform(request: pytest.FixtureRequest) -> str:
 
 
 @functools.lru_cache
-def chooser(platform: str, top: int):
-    return jax.jit(functools.partial(choose, kernels=KERNELS[platform], top=top))
+def chooser(platform: str):
+    return jax.jit(functools.partial(choose, kernels=KERNELS[platform], top=20))
 
 
 def pick(
@@ -39,21 +39,27 @@ def pick(
     reply: Sequence[int] = REPLY,
     end_ids: Sequence[int] = (),
     positions: Sequence[int] | None = None,
-    top: int = 0,
     capacity: int = 16,
 ) -> Choice:
     """What `choose` makes of rows `logits` (one or many), after the same prompt and reply."""
-    rows = len(requests)
-    logits = np.broadcast_to(np.asarray(logits, np.float32), (rows, np.shape(logits)[-1]))
+    asked = len(requests)
+    # Few sizes, so that few programs are compiled.
+    rows = next(size for size in (1, 8, 64, 256) if size >= asked)
+    requests = [*requests, *[SamplingParams(seed=0)] * (rows - asked)]
+    logits = np.asarray(logits, np.float32)
+    if logits.ndim == 2:
+        logits = np.pad(logits, ((0, rows - asked), (0, 0)))
+    logits = np.broadcast_to(logits, (rows, logits.shape[-1]))
     tokens = [*prompt, *reply]
     # What lies beyond the known tokens must not be read: fill it with one that would show.
     history = np.full((rows, capacity), int(logits[0].argmax()), np.int32)
     history[:, : len(tokens)] = tokens
-    if positions is None:
-        positions = [len(tokens)] * rows
+    places = np.full(rows, len(tokens), np.int32)
+    if positions is not None:
+        places[:asked] = positions
     sampling = pack_sampling(requests, logits.shape[-1], [len(prompt)] * rows, end_ids)
-    choice = chooser(platform, top)(logits, sampling, history, np.array(positions, np.int32))
-    return jax.tree.map(np.asarray, choice)
+    choice = chooser(platform)(logits, sampling, history, places)
+    return jax.tree.map(lambda rows: np.asarray(rows)[:asked], choice)
 
 
 def edited(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -148,9 +154,9 @@ def test_neighbours_are_left_alone(platform: str) -> None:
     requests += [SamplingParams(0.7, top_k=9, seed=8, logit_bias={4: 100, 5: 100})]
     logits = RNG.normal(0, 3, (len(requests), V)).astype(np.float32)
     ends = [int(logits[8].argmax())]
-    together = pick(platform, logits, requests, end_ids=ends, top=5)
+    together = pick(platform, logits, requests, end_ids=ends)
     for row, request in enumerate(requests):
-        alone = pick(platform, logits[row], [request], end_ids=ends, top=5)
+        alone = pick(platform, logits[row], [request], end_ids=ends)
         assert alone.tokens[0] == together.tokens[row]
         assert alone.top_ids[0].tolist() == together.top_ids[row].tolist()
         np.testing.assert_allclose(alone.logprobs[0], together.logprobs[row], atol=2e-6)
@@ -202,7 +208,7 @@ def test_logprobs_are_the_models_own(platform: str) -> None:
         SamplingParams(logprobs=0),
         SamplingParams(),
     ]
-    chosen = pick(platform, LOGITS, requests, top=20)
+    chosen = pick(platform, LOGITS, requests)
     np.testing.assert_allclose(chosen.logprobs, raw[chosen.tokens], atol=1e-5)
     assert chosen.finite.all()
     assert chosen.tokens[3] != best[0]
@@ -213,7 +219,7 @@ def test_logprobs_are_the_models_own(platform: str) -> None:
 
 
 def test_all_logprobs_of_a_small_vocabulary_are_whole(platform: str) -> None:
-    chosen = pick(platform, LOGITS[:16], [SamplingParams(logprobs=20)], prompt=[], reply=[], top=20)
+    chosen = pick(platform, LOGITS[:16], [SamplingParams(logprobs=20)], prompt=[], reply=[])
     assert abs(np.exp(chosen.top_logprobs).sum() - 1) < 1e-5
     assert sorted(chosen.top_ids[0, :16].tolist()) == list(range(16))
     assert (chosen.top_ids[0, 16:] == -1).all()
@@ -225,10 +231,10 @@ def test_rows_that_mean_nothing_are_marked(platform: str, bad: float) -> None:
     logits[1, 13] = bad
     for options in ({}, {"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}, EDITS["all"]):
         requests = [SamplingParams(seed=4, logprobs=2, **options)] * 3
-        chosen = pick(platform, logits, requests, top=2)
+        chosen = pick(platform, logits, requests)
         assert chosen.finite.tolist() == [True, False, True]
         assert ((chosen.tokens >= 0) & (chosen.tokens < V)).all()
-        alone = pick(platform, LOGITS, requests[:1], top=2)
+        alone = pick(platform, LOGITS, requests[:1])
         assert chosen.tokens[[0, 2]].tolist() == alone.tokens.tolist() * 2
         assert np.isfinite(chosen.logprobs[[0, 2]]).all()
 
@@ -251,7 +257,7 @@ def test_seeds_and_positions_decide_alone(platform: str) -> None:
     flat = RNG.normal(0, 0.5, V).astype(np.float32)
     hot = SamplingParams(1.0, seed=2**40 + 1)
     alone = pick(platform, flat, [hot], positions=[17]).tokens[0]
-    for rows in (8, 32):
+    for rows in (8, 64):
         others = [SamplingParams(1.0, seed=seed, top_k=1 + seed % 3 * 40) for seed in range(rows)]
         others[5] = hot
         assert pick(platform, flat, others, positions=[17] * rows).tokens[5] == alone
