@@ -10,14 +10,15 @@ using Logits = ffi::BufferR2<ffi::F32>;
 using Floats = ffi::BufferR1<ffi::F32>;
 using Ints = ffi::BufferR1<ffi::S32>;
 
-ffi::Error choose(ffi::ThreadPool threads, Logits logits, Floats temperature, Ints top_k, Floats top_p,
-                  Floats min_p, Floats uniform, ffi::Result<Ints> token, ffi::Result<Floats> total,
-                  int64_t isa, int64_t limit) {
+ffi::Error choose(ffi::ThreadPool threads, Logits logits, Floats temperature, Ints top_k,
+                  Floats top_p, Floats min_p, Floats uniform, ffi::Result<Ints> token,
+                  ffi::Result<Floats> total, int64_t isa, int64_t limit) {
   Sample s{};
   s.B = logits.dimensions()[0];
   s.V = logits.dimensions()[1];
-  const bool shapes = has_shape(temperature, {s.B}) && has_shape(top_k, {s.B}) && has_shape(top_p, {s.B}) &&
-                      has_shape(min_p, {s.B}) && has_shape(uniform, {s.B}) && has_shape(*token, {s.B}) &&
+  const bool shapes = has_shape(temperature, {s.B}) && has_shape(top_k, {s.B}) &&
+                      has_shape(top_p, {s.B}) && has_shape(min_p, {s.B}) &&
+                      has_shape(uniform, {s.B}) && has_shape(*token, {s.B}) &&
                       has_shape(*total, {s.B});
   if (!shapes || s.V < 1) return ffi::Error::InvalidArgument("sample: shapes do not match");
   const Kernels* table = kernels(static_cast<Isa>(isa));

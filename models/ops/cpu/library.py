@@ -75,4 +75,4 @@ def why_unavailable() -> str | None:
     reason = _load()
     if isinstance(reason, Library):
         return None
-    return f"products and attention run on the slow reference, since {reason}"
+    return f"products, attention and sampling run on the slow reference, since {reason}"

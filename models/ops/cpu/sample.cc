@@ -20,7 +20,10 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 class Row {
  public:
   Row(const Kernels& kernels, const float* x, int64_t width)
-      : k_(kernels), x_(x), width_(width), peaks_(static_cast<size_t>((width + kBlock - 1) / kBlock)) {
+      : k_(kernels),
+        x_(x),
+        width_(width),
+        peaks_(static_cast<size_t>((width + kBlock - 1) / kBlock)) {
     float bad = 0;
     peak_ = -kInfinity;
     for (int64_t b = 0; b < blocks(); ++b) {
@@ -47,7 +50,9 @@ class Row {
   }
 
   // log of the sum of all exponentials.
-  float total() const { return static_cast<float>(peak_ + std::log(Scale(*this, 1).from(-kInfinity).mass)); }
+  float total() const {
+    return static_cast<float>(peak_ + std::log(Scale(*this, 1).from(-kInfinity).mass));
+  }
 
   // The token at share `uniform` of the kept weights.
   int32_t draw(float temperature, int64_t top_k, float top_p, float min_p, float uniform) const {
@@ -150,7 +155,9 @@ class Row {
   // The least logit that the filters keep.
   float threshold(const Scale& scale, int64_t top_k, float top_p, float min_p) const {
     float least = -kInfinity;
-    if (top_k > 0 && top_k < width_) least = search(scale, false, static_cast<double>(top_k), least);
+    if (top_k > 0 && top_k < width_) {
+      least = search(scale, false, static_cast<double>(top_k), least);
+    }
     if (top_p < 1) least = search(scale, true, top_p * scale.from(least).mass, least);
     if (min_p > 0) least = std::max(least, peak_ + scale.temperature * std::log(min_p));
     return std::min(least, peak_);
@@ -179,7 +186,8 @@ class Row {
   }
 
   // The same among the few logits from `low` on and below `high`.
-  float walk(const Scale& scale, bool weighed, double wanted, const Level& low, const Level& high) const {
+  float walk(const Scale& scale, bool weighed, double wanted, const Level& low,
+             const Level& high) const {
     float found[kFew], weights[kFew];
     int64_t n = 0;
     for_each(low.at, [&](float x, int64_t) {

@@ -46,8 +46,8 @@ STOKER_INLINE F power_of_two(F x) {
   return scale_by_power(p, n);
 }
 
-// The weight of logits x: 2^((x - peak) * rate) where x >= least, else 0. The power must be at least
-// 2^-125 from `least` on; below, whatever comes of it is thrown away.
+// The weight of logits x: 2^((x - peak) * rate) where x >= least, else 0. The power must be at
+// least 2^-125 from `least` on; below, whatever comes of it is thrown away.
 STOKER_INLINE F weight(F x, float least, float peak, float rate) {
   return where_at_least(x, least, power_of_two(mul(sub(x, set1(peak)), set1(rate))));
 }
