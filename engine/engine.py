@@ -266,9 +266,9 @@ class Engine:
         again. Requests fail only where their steps fail twice in a row.
         """
         start, waited = time.perf_counter(), self.runner.wait_s
+        worked = True
         try:
-            self._step()
-            self._failed_before = False
+            worked = self._step()
         except Exception as error:
             _LOG.exception("a step failed")
             self._recover(error)
@@ -279,6 +279,8 @@ class Engine:
         self.stats.busy_s += time.perf_counter() - start
         self.stats.wait_s += self.runner.wait_s - waited
         deltas, self._deltas = self._deltas, []
+        if not worked and not deltas and self._requests:
+            raise RuntimeError(f"nothing can run, but {len(self._requests)} requests wait")
         return deltas
 
     def generate(
@@ -345,7 +347,8 @@ class Engine:
         """Forgets every page that no running sequence holds."""
         self._pages.clear()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Whether there was anything to do."""
         plan = self._scheduler.plan()
         previous, self._inflight = self._inflight, None
         if plan is not None:
@@ -355,14 +358,16 @@ class Engine:
                 times.started = times.started or now
             self._inflight = self.runner.dispatch(plan, self._params_of)
             self._count(self._inflight)
-        elif previous is None and self._requests and not self._deltas:
-            raise RuntimeError(f"nothing can run, but {len(self._requests)} requests wait")
+        elif previous is None:
+            return False
         if previous is not None:
             sampled, scored = self.runner.read(previous)
+            self._failed_before = False
             if scored is not None:
                 self._guard(scored.rows.sequence, self._note_scores, scored)
             for found in sampled:
                 self._guard(found.rows.sequence, self._note_tokens, found)
+        return True
 
     def check(self, ids: Sequence[int], params: SamplingParams) -> int:
         """Most tokens that may follow a prompt.

@@ -144,8 +144,9 @@ def new_state(
         tokens=jnp.zeros(slots, jnp.int32),
         lengths=jnp.zeros(slots, jnp.int32),
         history=jnp.zeros((slots, context), jnp.int32),
+        # Copied: what is donated must not be NumPy's memory.
         sampling=jax.tree.map(
-            jnp.asarray, pack_sampling(requests, vocab_size, prompt_lens, end_ids)
+            jnp.array, pack_sampling(requests, vocab_size, prompt_lens, end_ids)
         ),
     )
 

@@ -155,14 +155,14 @@ def test_chunks_change_nothing(model: Model, alone: Engine, step_tokens: int) ->
 @pytest.mark.parametrize("way", WAYS)
 def test_preemption_changes_nothing(model: Model, alone: Engine, way: str) -> None:
     """A request of low priority loses its pages to others again and again."""
-    tight = Engine(model, slots=4, context=CONTEXT, step_tokens=64, pages=9)
-    (expected,) = alone.generate([PROMPT], WAYS[way])
-    reply = tight.add(PROMPT, WAYS[way])
+    tight = Engine(model, slots=4, context=CONTEXT, step_tokens=64, pages=8)
+    params = dataclasses.replace(WAYS[way], max_tokens=70)
+    (expected,) = alone.generate([PROMPT], params)
+    reply = tight.add(PROMPT, params)
     while not reply.done:
-        if len(reply.ids) in (5, 6, 7, 15, 16, 17) and tight.unfinished == 1:
-            for _ in range(2):
-                prompt = RNG.integers(0, 512, 40).tolist()
-                tight.add(prompt, SamplingParams(max_tokens=30), priority=1)
+        if (tight.running, tight.waiting) == (1, 0) and reply.ids and tight.stats.preemptions < 2:
+            prompt = RNG.integers(0, 512, 10).tolist()
+            tight.add(prompt, SamplingParams(max_tokens=100), priority=1)
         tight.step()
     finish(tight)
     assert reply.choices[0].preemptions >= 2
