@@ -81,7 +81,9 @@ class AsyncEngine:
             try:
                 if name in self._listeners:
                     raise StokerError(f"request '{name}' is under way already; give another id")
-                self.engine.add(prompt, params, request_id=name, priority=priority, salt=salt)
+                listener.reply = self.engine.add(
+                    prompt, params, request_id=name, priority=priority, salt=salt
+                )
                 self._listeners[name] = listener
             except Exception as error:
                 listener.tell([error])
@@ -146,7 +148,10 @@ class AsyncEngine:
         for delta in deltas:
             by_listener[delta.reply.id].append(delta)
         for name, items in by_listener.items():
-            if listener := self._listeners.get(name):
+            listener = self._listeners.get(name)
+            # An earlier request of the same name may have left a delta.
+            items = [item for item in items if listener and item.reply is listener.reply]
+            if listener and items:
                 listener.tell(items)
                 if items[-1].reply.done:
                     del self._listeners[name]
@@ -162,6 +167,7 @@ class _Listener:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.reply: Reply | None = None
         self._loop = loop
 
     def tell(self, items: list[Any]) -> None:
