@@ -56,28 +56,34 @@ std::string check(const Attention& a) {
   return "";
 }
 
-// Elements before the token at `pos`, head 0.
-int64_t token_offset(const Attention& a, int64_t slot, int64_t pos) {
-  return (a.page_table[slot * a.M + pos / a.Z] * a.Z + pos % a.Z) * a.K * a.H;
+// Elements of one head of a page.
+int64_t head_step(const Attention& a) { return a.Z * a.H; }
+
+// Elements before head 0 of the page with position `pos`.
+int64_t page_offset(const Attention& a, int64_t slot, int64_t pos) {
+  return a.page_table[slot * a.M + pos / a.Z] * a.K * head_step(a);
 }
 
 void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
-  const int64_t row = a.query_start[slot] + query;
-  const int64_t to = token_offset(a, slot, position(a, slot, query));
-  const auto store = [&](const float* x, int64_t n, void* pages, int64_t at) {
-    if (a.type == Type::kF32) {
-      std::memcpy(static_cast<float*>(pages) + at, x, static_cast<size_t>(n) * sizeof(float));
-    } else {
-      k.store_bf16(x, n, static_cast<uint16_t*>(pages) + at);
-    }
-  };
+  const int64_t row = a.query_start[slot] + query, pos = position(a, slot, query);
+  const int64_t to = page_offset(a, slot, pos), offset = pos % a.Z;
   alignas(64) float turned[kMaxHead];
   for (int64_t head = 0; head < a.K; ++head) {
-    const float* x = a.k + (row * a.K + head) * a.H;
-    k.rotate(x, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H, 1.0f, turned);
-    store(turned, a.H, a.k_pages, to + head * a.H);
+    const int64_t from = (row * a.K + head) * a.H, at = to + head * head_step(a);
+    k.rotate(a.k + from, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H, 1.0f, turned);
+    if (a.type == Type::kF32) {
+      float* keys = static_cast<float*>(a.k_pages) + at + offset;
+      for (int64_t h = 0; h < a.H; ++h) keys[h * a.Z] = turned[h];
+      std::memcpy(static_cast<float*>(a.v_pages) + at + offset * a.H, a.v + from,
+                  static_cast<size_t>(a.H) * sizeof(float));
+    } else {
+      uint16_t narrow[kMaxHead];
+      k.store_bf16(turned, a.H, narrow);
+      uint16_t* keys = static_cast<uint16_t*>(a.k_pages) + at + offset;
+      for (int64_t h = 0; h < a.H; ++h) keys[h * a.Z] = narrow[h];
+      k.store_bf16(a.v + from, a.H, static_cast<uint16_t*>(a.v_pages) + at + offset * a.H);
+    }
   }
-  store(a.v + row * a.K * a.H, a.K * a.H, a.v_pages, to);
 }
 
 // One task at work: its scaled queries, and where results go.
@@ -106,7 +112,7 @@ struct Worker {
   }
 
   void span(int64_t index, float* peak, float* total, float* out) const {
-    const void *keys[kSpan], *values[kSpan];
+    const void *keys[kSpan / kKeys], *values[kSpan / kKeys];
     int32_t low[kMaxQueries], high[kMaxQueries];
     const int64_t start = index * kSpan;
     const int64_t count = std::min<int64_t>(kSpan, a.kv_lens[task.slot] - start);
@@ -118,19 +124,21 @@ struct Worker {
       seen = std::min<int64_t>(seen, low[r]);
     }
     const int64_t bytes = a.type == Type::kF32 ? 4 : 2;
-    // Nothing reads the pointers before `seen`: their pages may have been given up.
-    for (int64_t i = seen; i < count;) {
-      const int64_t pos = start + i;
-      int64_t at = (token_offset(a, task.slot, pos) + task.head * a.H) * bytes;
-      const int64_t end = std::min(count, i + a.Z - pos % a.Z);
-      for (; i < end; ++i, at += a.K * a.H * bytes) {
-        keys[i] = static_cast<const char*>(a.k_pages) + at;
-        values[i] = static_cast<const char*>(a.v_pages) + at;
-      }
+    // Blocks that no row sees may lie in pages given up: another's stand in, and are masked.
+    const int64_t blocks = (count + kKeys - 1) / kKeys, first = std::min(seen, count - 1) / kKeys;
+    for (int64_t b = first; b < blocks; ++b) {
+      const int64_t pos = start + b * kKeys;
+      const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a);
+      keys[b] = static_cast<const char*>(a.k_pages) + (at + pos % a.Z) * bytes;
+      values[b] = static_cast<const char*>(a.v_pages) + (at + pos % a.Z * a.H) * bytes;
     }
+    std::fill(keys, keys + first, keys[first]);
+    std::fill(values, values + first, values[first]);
+    std::fill(keys + blocks, keys + kSpan / kKeys, keys[first]);
+    std::fill(values + blocks, values + kSpan / kKeys, values[first]);
     k.attend[static_cast<int>(a.type)](AttentionTile{q, task.heads, task.rows, a.H, keys, values,
-                                                     count, low, high, a.softcap, out, peak,
-                                                     total});
+                                                     a.Z, head_step(a), count, low, high, a.softcap,
+                                                     out, peak, total});
   }
 
   void finish(const float* total, const float* sums) const {

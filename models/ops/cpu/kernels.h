@@ -11,6 +11,7 @@ constexpr int kTile = 16;      // output rows interleaved in a packed weight
 constexpr int kMaxRows = 4;    // activation rows that one micro-kernel call takes at most
 constexpr int kMaxTiles = 2;   // and packed tiles
 constexpr int kSpan = 256;     // keys that attention takes in one round, aligned by position
+constexpr int kKeys = 16;      // keys that lie together in a page: pages hold whole blocks of them
 constexpr int kMaxHead = 512;  // widest head
 constexpr int kMaxQueries = 48;           // query rows of one attention tile at most
 constexpr int kQueryFloats = 16 * 1024;   // and their elements at most
@@ -68,8 +69,12 @@ struct AttentionTile {
   int64_t heads;
   int64_t rows;
   int64_t H;
-  const void* const* k;  // `keys` pointers to the first head's H elements; the others follow
+  // The first head's part of each block of kKeys keys in the span, each one readable: element h of
+  // the keys at h * key_step, the values of one key after the other. Heads are head_step apart.
+  const void* const* k;
   const void* const* v;
+  int64_t key_step;
+  int64_t head_step;
   int64_t keys;
   const int32_t* low;
   const int32_t* high;
