@@ -146,6 +146,9 @@ struct Round {
   alignas(64) float wide[kWide ? kMaxHead * kLength : 1];
   const void* blocks[kSpan / kKeys];
 
+  explicit Round(const AttentionTile& tile)
+      : tile(tile), head_bytes(tile.head_step * static_cast<int64_t>(sizeof(T))) {}
+
   // Blocks of the round from `key` on, of one head.
   void take(const void* const* pages, int64_t head, int64_t key, bool keys) {
     for (int64_t i = 0; i < kLength / kKeys; ++i) {
@@ -206,7 +209,7 @@ static void attend_by(const AttentionTile& tile) {
     to = std::max<int64_t>(to, tile.high[r]);
   }
   if (from >= to) std::fill(tile.out, tile.out + heads * tile.rows * H, 0.0f);
-  Round<T, kWide> round{tile, tile.head_step * static_cast<int64_t>(sizeof(T)), {}, {}};
+  Round<T, kWide> round(tile);
   constexpr int64_t kLength = Round<T, kWide>::kLength;
   const int64_t start = from / kLength * kLength;
   for (int64_t head = 0; head < heads; ++head) {

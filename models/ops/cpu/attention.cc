@@ -93,6 +93,9 @@ struct Worker {
   const Task& task;
   alignas(64) float q[kQueryFloats];
 
+  // Leaves q as it is: to clear it would take as long as a short context.
+  Worker(const Kernels& k, const Attention& a, const Task& task) : k(k), a(a), task(task) {}
+
   int64_t group() const { return a.N / a.K; }
   // The flat row of the task's row r (counted through its heads).
   int64_t flat(int64_t r) const {
@@ -149,7 +152,7 @@ struct Worker {
 };
 
 void whole_task(const Kernels& k, const Attention& a, const Task& task) {
-  Worker worker{k, a, task, {}};
+  Worker worker(k, a, task);
   float peak[kMaxQueries], total[kMaxQueries], next_peak[kMaxQueries], next_total[kMaxQueries];
   alignas(64) float out[kQueryFloats];
   alignas(64) float next_out[kQueryFloats];
@@ -177,7 +180,7 @@ void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::ve
   parallel_for(pool, static_cast<int64_t>(units.size()), [&](int64_t unit) {
     const auto [task, index] = units[static_cast<size_t>(unit)];
     const size_t row = row_of(*task, index);
-    Worker worker{k, a, *task, {}};
+    Worker worker(k, a, *task);
     worker.load_queries();
     worker.span(index, &peak[row], &total[row], &out[row * static_cast<size_t>(a.H)]);
   });
@@ -189,7 +192,7 @@ void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::ve
       k.merge(task.all_rows(), a.H, &peak[first], &total[first], sums, &peak[row], &total[row],
               &out[row * static_cast<size_t>(a.H)]);
     }
-    Worker{k, a, task, {}}.finish(&total[first], sums);
+    Worker(k, a, task).finish(&total[first], sums);
   }
 }
 

@@ -73,12 +73,12 @@ static void rms_norm(const float* x, const float* weight, int64_t D, float eps, 
 
 // Round to nearest, ties to even; NaN stays NaN.
 static void store_bf16(const float* x, int64_t n, uint16_t* out) {
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, 4);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-    out[i] = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40 : rounded);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t m = std::min<int64_t>(kLanes, n - i);
+    const I bits = as_int(load_n(x + i, m)), top = high_words(bits);
+    const I odd = and_bits(top, set1(1));
+    const I rounded = high_words(add(add(bits, set1(0x7fff)), odd));
+    store_low_words_n(out + i, where_nan(bits, or_bits(top, set1(0x40)), rounded), m);
   }
 }
 

@@ -73,7 +73,9 @@ def attention(
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         stale = key_position >= layout.kv_lens[:, None]
         values = jnp.where(stale[:, :, None, None], 0, values)
-        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys.astype(jnp.float32), precision=_EXACT)
+        scores = jnp.einsum(
+            "sqkgh,sckh->sqkgc", queries, keys.astype(jnp.float32), precision=_EXACT
+        )
         seen = key_position <= query_position[..., None]
         scores = jnp.where(seen[:, :, None, None, :], scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
