@@ -3,6 +3,7 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 8;
 constexpr int kProductTiles = 1;  // tiles whose sums fit the registers at once
+constexpr bool kReadsHalves = true;
 constexpr int kScoreRows = 6;
 constexpr int kScoreVectors = 2;
 // dot4 takes 8-bit codes less 128: a product of two pairs of bytes must fit 16 bits.

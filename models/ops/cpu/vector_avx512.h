@@ -3,6 +3,7 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 16;
 constexpr int kProductTiles = 2;  // tiles whose sums fit the registers at once
+constexpr bool kReadsHalves = true;  // the conversion costs nothing beside the products
 constexpr int kScoreRows = 6;  // register block of attention: rows by vectors of keys or values
 constexpr int kScoreVectors = 4;
 constexpr int kByteBias = 0;

@@ -4,6 +4,7 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 4;
 constexpr int kProductTiles = 1;  // tiles whose sums fit the registers at once
+constexpr bool kReadsHalves = false;  // a conversion takes several steps
 constexpr int kScoreRows = 4;
 constexpr int kScoreVectors = 2;
 constexpr int kByteBias = 0;

@@ -275,7 +275,7 @@ def test_wrong_arguments_are_named() -> None:
         run(case, (q, k, v, k_pages[:, :, :8], v_pages), layout)
     with pytest.raises(StokerError, match=r"v_pages of shape \[5, 2, 16, 8\]"):
         run(case, (q, k, v, k_pages, v_pages[..., :8]), layout)
-    with pytest.raises(StokerError, match="pages of 8 tokens.* multiples of 16"):
+    with pytest.raises(StokerError, match=r"pages of 8 tokens.* multiples of 16"):
         run(case, (q, k, v, k_pages[..., :8], v_pages[:, :, :8]), layout)
     with pytest.raises(StokerError, match="pages of float16"):
         run(case, (q, k, v, k_pages.astype("float16"), v_pages.astype("float16")), layout)
