@@ -200,11 +200,12 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     # A slice of rows at a time, into a buffer that JAX can adopt: temporaries stay small.
     rows = array.shape[0]
     step = max(TILE, SLICE_BYTES // array.shape[1] // TILE * TILE)
-    whole: PackedArray | None = None
+    whole: Any = None
     for start in range(0, rows, step):
         part = _pack(np, jax.tree.map(lambda leaf, at=start: leaf[at : at + step], array))
         if whole is None:
-            buffer = empty((-(-rows // TILE), *part.payload.shape[1:]), part.payload.dtype)
+            shape = (-(-rows // TILE), *part.payload.shape[1:])
+            buffer: Any = empty(shape, np.dtype(np.uint8))
             whole = dataclasses.replace(part, payload=buffer, padding=-rows % TILE)
         at = start // TILE
         whole.payload[at : at + len(part.payload)] = part.payload
@@ -280,11 +281,12 @@ def _nibbles(xp: ModuleType, codes: Any, group: int) -> Any:
 
 
 def _tiled(xp: ModuleType, values: Any, part: Part, records: int) -> Any:
-    """Numbers `[..., R, n]` as bytes `[..., R/16, records, bytes]`: each unit of all rows of a tile."""
+    """Numbers `[..., R, n]` as bytes `[..., R/16, records, bytes]`, by unit and row."""
     *leading, R, _ = values.shape
     if R % TILE:
         values = xp.pad(values, [(0, 0)] * len(leading) + [(0, -R % TILE), (0, 0)])
-    unit, last = part.unit_bytes, ()
+    unit = part.unit_bytes
+    last: tuple[int, ...] = ()
     if xp is np:
         # Items of a unit's bytes are much quicker to move than single bytes.
         values = np.ascontiguousarray(values).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[unit])

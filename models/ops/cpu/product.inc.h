@@ -85,6 +85,8 @@ STOKER_INLINE void dot_block(const uint8_t* w, int64_t tile_bytes, const int8_t*
   }
 }
 
+constexpr int64_t kFarApart = 8192;  // outputs in a row
+
 // Sums of kTiles vectors of outputs for kCount rows, kept in registers over all blocks.
 template <int kTiles, int kCount>
 struct Sums {
@@ -104,7 +106,10 @@ struct Sums {
     STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
         const int64_t at = i * kTile + lane;
-        store_n(tiles.out + t * tiles.ld + at, s.total[i][t], width(tiles, at));
+        float* to = tiles.out + t * tiles.ld + at;
+        store_n(to, s.total[i][t], width(tiles, at));
+        // Rows of logits fall on few sets of the caches: their lines must come early.
+        if (kCount > 1 && tiles.ld >= kFarApart) prefetch_to_write(to + kTiles * kTile);
       }
     }
   }

@@ -19,6 +19,9 @@ STOKER_INLINE I first(int64_t n) {
 STOKER_INLINE void prefetch(const void* p) {
   asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
 }
+STOKER_INLINE void prefetch_to_write(const void* p) {
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
+}
 STOKER_INLINE F zero() { return _mm256_setzero_ps(); }
 STOKER_INLINE F set1(float x) { return _mm256_set1_ps(x); }
 STOKER_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }

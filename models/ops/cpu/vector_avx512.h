@@ -15,6 +15,9 @@ STOKER_INLINE __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << 
 STOKER_INLINE void prefetch(const void* p) {
   asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
 }
+STOKER_INLINE void prefetch_to_write(const void* p) {
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
+}
 STOKER_INLINE F zero() { return _mm512_setzero_ps(); }
 STOKER_INLINE F set1(float x) { return _mm512_set1_ps(x); }
 STOKER_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }

@@ -15,6 +15,7 @@ typedef int16_t W __attribute__((vector_size(16)));
 typedef uint16_t UW __attribute__((vector_size(16)));
 
 STOKER_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+STOKER_INLINE void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 STOKER_INLINE F set1(float x) { return F{x, x, x, x}; }
 STOKER_INLINE I set1(int32_t x) { return I{x, x, x, x}; }
 STOKER_INLINE F zero() { return set1(0.0f); }
