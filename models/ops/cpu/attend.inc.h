@@ -55,11 +55,16 @@ static void soften(float* scores, int64_t keys, int64_t low, int64_t high, float
   F peak = set1(kMinus);
   for (int64_t key = 0; key < keys; key += kLanes) {
     F s = load(scores + key);
-    if (softcap > 0) s = mul(set1(softcap), hyperbolic_tangent(div(s, set1(softcap))));
-    const int64_t from = std::clamp<int64_t>(low - key, 0, kLanes);
-    const int64_t to = std::clamp<int64_t>(high - key, 0, kLanes);
-    s = select(from, to, s, set1(kMinus));
-    store(scores + key, s);
+    if (softcap > 0) {
+      s = mul(set1(softcap), hyperbolic_tangent(div(s, set1(softcap))));
+      store(scores + key, s);
+    }
+    if (key < low || key + kLanes > high) {
+      const int64_t from = std::clamp<int64_t>(low - key, 0, kLanes);
+      const int64_t to = std::clamp<int64_t>(high - key, 0, kLanes);
+      s = select(from, to, s, set1(kMinus));
+      store(scores + key, s);
+    }
     peak = max(peak, s);
   }
   const float largest = reduce_max(peak);
