@@ -236,7 +236,11 @@ static void attend_by(const AttentionTile& tile) {
   for (int64_t key = start; key < to; key += kLength) {
     const int64_t next = key + kLength;
     for (int64_t head = 0; head < heads; ++head) {
-      round.ask(tile.v, head, next, std::min(next + kLength, to), false);
+      if (next < to) {
+        round.ask(tile.v, head, next, std::min(next + kLength, to), false);
+      } else {
+        round.ask(tile.next, head, 0, tile.next_keys, true);
+      }
       round.weigh(head, key, from, to, scores + head * tile.rows * kSpan);
     }
   }

@@ -8,6 +8,7 @@ namespace stoker {
 namespace {
 
 constexpr int64_t kSerialFloats = 32 << 10;  // appended by the caller alone
+constexpr int64_t kAhead = 4;                // blocks of keys to ask for before a task begins
 
 // For each of `heads` KV heads from `head` on, rows [first, first + rows) of the slot's queries
 // times the query heads that share it.
@@ -114,8 +115,31 @@ struct Worker {
     }
   }
 
-  void span(int64_t index, float* peak, float* total, float* out) const {
-    const void *keys[kSpan / kKeys], *values[kSpan / kKeys];
+  // The first keys that some row sees of span `index`: pointers to the blocks, and their number.
+  int64_t first_keys(int64_t index, const void** blocks) const {
+    const int64_t seen = first_seen(a, position(a, task.slot, task.first / group()));
+    const int64_t start = std::max(index * kSpan, seen / kKeys * kKeys);
+    const int64_t last = std::min(a.kv_lens[task.slot], static_cast<int32_t>((index + 1) * kSpan));
+    const int64_t end = std::min<int64_t>(last, start + kAhead * kKeys);
+    for (int64_t pos = start; pos < end; pos += kKeys) *blocks++ = key_block(pos);
+    return std::max<int64_t>(0, end - start);
+  }
+
+  int64_t bytes() const { return a.type == Type::kF32 ? 4 : 2; }
+  const void* key_block(int64_t pos) const {
+    const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a) + pos % a.Z;
+    return static_cast<const char*>(a.k_pages) + at * bytes();
+  }
+  const void* value_block(int64_t pos) const {
+    const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a) + pos % a.Z * a.H;
+    return static_cast<const char*>(a.v_pages) + at * bytes();
+  }
+
+  // `then`: what this thread will probably do after it.
+  void span(int64_t index, float* peak, float* total, float* out, const Worker* then,
+            int64_t then_index) const {
+    const void *keys[kSpan / kKeys], *values[kSpan / kKeys], *next[kAhead];
+    const int64_t next_keys = then ? then->first_keys(then_index, next) : 0;
     int32_t low[kMaxQueries], high[kMaxQueries];
     const int64_t start = index * kSpan;
     const int64_t count = std::min<int64_t>(kSpan, a.kv_lens[task.slot] - start);
@@ -126,22 +150,19 @@ struct Worker {
       high[r] = static_cast<int32_t>(std::clamp<int64_t>(pos + 1 - start, 0, count));
       seen = std::min<int64_t>(seen, low[r]);
     }
-    const int64_t bytes = a.type == Type::kF32 ? 4 : 2;
     // Blocks that no row sees may lie in pages given up: another's stand in, and are masked.
     const int64_t blocks = (count + kKeys - 1) / kKeys, first = std::min(seen, count - 1) / kKeys;
     for (int64_t b = first; b < blocks; ++b) {
-      const int64_t pos = start + b * kKeys;
-      const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a);
-      keys[b] = static_cast<const char*>(a.k_pages) + (at + pos % a.Z) * bytes;
-      values[b] = static_cast<const char*>(a.v_pages) + (at + pos % a.Z * a.H) * bytes;
+      keys[b] = key_block(start + b * kKeys);
+      values[b] = value_block(start + b * kKeys);
     }
     std::fill(keys, keys + first, keys[first]);
     std::fill(values, values + first, values[first]);
     std::fill(keys + blocks, keys + kSpan / kKeys, keys[first]);
     std::fill(values + blocks, values + kSpan / kKeys, values[first]);
     k.attend[static_cast<int>(a.type)](AttentionTile{q, task.heads, task.rows, a.H, keys, values,
-                                                     a.Z, head_step(a), count, low, high, a.softcap,
-                                                     out, peak, total});
+                                                     a.Z, head_step(a), count, next, next_keys,
+                                                     low, high, a.softcap, out, peak, total});
   }
 
   void finish(const float* total, const float* sums) const {
@@ -151,15 +172,21 @@ struct Worker {
   }
 };
 
-void whole_task(const Kernels& k, const Attention& a, const Task& task) {
+void whole_task(const Kernels& k, const Attention& a, const Task& task, const Task* next) {
   Worker worker(k, a, task);
+  const Worker then(k, a, next ? *next : task);
+  const auto span = [&](int64_t index, float* peak, float* total, float* out) {
+    const bool more = index + 1 < task.span1;
+    worker.span(index, peak, total, out, more ? &worker : next ? &then : nullptr,
+                more ? index + 1 : then.task.span0);
+  };
   float peak[kMaxQueries], total[kMaxQueries], next_peak[kMaxQueries], next_total[kMaxQueries];
   alignas(64) float out[kQueryFloats];
   alignas(64) float next_out[kQueryFloats];
   worker.load_queries();
-  worker.span(task.span0, peak, total, out);
+  span(task.span0, peak, total, out);
   for (int64_t index = task.span0 + 1; index < task.span1; ++index) {
-    worker.span(index, next_peak, next_total, next_out);
+    span(index, next_peak, next_total, next_out);
     k.merge(task.all_rows(), a.H, peak, total, out, next_peak, next_total, next_out);
   }
   worker.finish(total, out);
@@ -182,7 +209,11 @@ void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::ve
     const size_t row = row_of(*task, index);
     Worker worker(k, a, *task);
     worker.load_queries();
-    worker.span(index, &peak[row], &total[row], &out[row * static_cast<size_t>(a.H)]);
+    const bool more = static_cast<size_t>(unit) + 1 < units.size();
+    const auto [later, later_index] = units[static_cast<size_t>(unit) + more];
+    const Worker then(k, a, *later);
+    worker.span(index, &peak[row], &total[row], &out[row * static_cast<size_t>(a.H)],
+                more ? &then : nullptr, later_index);
   });
   for (const Task& task : tasks) {
     const size_t first = task.partial;
@@ -257,8 +288,10 @@ std::string attend(Pool& pool, const Kernels& kernels, const Attention& a) {
   if (longest > 1 && count < 4 * pool.threads()) {
     split_tasks(pool, kernels, a, tasks, partial_rows);
   } else {
-    parallel_for(pool, count,
-                 [&](int64_t i) { whole_task(kernels, a, tasks[static_cast<size_t>(i)]); });
+    parallel_for(pool, count, [&](int64_t i) {
+      const Task* task = &tasks[static_cast<size_t>(i)];
+      whole_task(kernels, a, *task, i + 1 < count ? task + 1 : nullptr);
+    });
   }
   return "";
 }

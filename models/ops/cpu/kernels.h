@@ -90,6 +90,8 @@ struct AttentionTile {
   int64_t key_step;
   int64_t head_step;
   int64_t keys;
+  const void* const* next;  // keys that will be wanted after these, if any, as k
+  int64_t next_keys;
   const int32_t* low;
   const int32_t* high;
   float softcap;         // 0: none
