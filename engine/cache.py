@@ -11,8 +11,9 @@ from ..sharding import sharding
 
 #: Tokens per page (Z).
 PAGE_TOKENS = 16
-#: Key and value pages `[P, Z, K, H]` of each layer: separate buffers, so that donating them lets
-#: every step write in place.
+#: Key pages `[P, K, H, Z]` and value pages `[P, K, Z, H]` of each layer: separate buffers, so that
+#: donating them lets every step write in place. Keys of neighbouring tokens lie together, since a
+#: query meets them element by element; values token by token, since they are added up so.
 Cache = tuple[LayerCache, ...]
 
 
@@ -26,13 +27,16 @@ def new_cache(
 
     On a mesh, KV heads are split as the projections that fill them.
     """
-    shape = (n_pages + 1, page_tokens, config.n_kv_heads, config.head_dim)
-    placement = None if mesh is None else sharding((None, None, "kv_heads", None), shape, mesh)
+    heads = (n_pages + 1, config.n_kv_heads)
+    placement = None
+    if mesh is not None:
+        placement = sharding((None, "kv_heads", None, None), (*heads, 1, 1), mesh)
 
-    def pages() -> jax.Array:
-        return jnp.zeros(shape, config.cache_dtype, device=placement)
+    def pages(*shape: int) -> jax.Array:
+        return jnp.zeros((*heads, *shape), config.cache_dtype, device=placement)
 
-    return tuple((pages(), pages()) for _ in range(config.n_layers))
+    Z, H = page_tokens, config.head_dim
+    return tuple((pages(H, Z), pages(Z, H)) for _ in range(config.n_layers))
 
 
 def pages_for(n_tokens: int, page_tokens: int = PAGE_TOKENS) -> int:

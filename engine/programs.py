@@ -168,7 +168,6 @@ def compile_step(step: Step, config: ModelConfig, *args: Any) -> jax.stages.Comp
 def cache_copies(program: jax.stages.Compiled, cache: Cache) -> list[str]:
     """The instructions of a compiled step that copy a whole page buffer: none, if all is well."""
     names = {"float32": "f32", "bfloat16": "bf16"}
-    pages = cache[0][0]
-    kind = re.escape(f"{names[str(pages.dtype)]}[{','.join(map(str, pages.shape))}]")
-    copy = re.compile(rf"= {kind}\S* copy(-start)?\(")
+    kinds = (f"{names[str(x.dtype)]}[{','.join(map(str, x.shape))}]" for x in cache[0])
+    copy = re.compile(rf"= ({'|'.join(map(re.escape, kinds))})\S* copy(-start)?\(")
     return [line.strip() for line in (program.as_text() or "").splitlines() if copy.search(line)]

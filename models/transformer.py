@@ -11,7 +11,7 @@ from . import ops
 from .config import ModelConfig
 from .parameters import Params
 
-#: Key and value pages of one layer, each `[P, Z, K, H]`.
+#: Key pages `[P, K, H, Z]` and value pages `[P, K, Z, H]` of one layer.
 LayerCache = tuple[jax.Array, jax.Array]
 
 

@@ -71,56 +71,89 @@ struct Exact {
 
 struct Shape {
   int64_t T, C, R, group, block;
-  bool byte_codes, minimum, super;
+  bool byte_codes, minimum, super, halves;
 };
 
 void check_product(Random& random, const Kernels& table, const char* name, const Shape& s) {
   const int64_t tiles = (s.R + kTile - 1) / kTile, groups = s.C / s.group;
-  const int64_t supers = s.super ? 2 : 0;
-  Exact<uint8_t> payload(tiles * kTile * s.C / (s.byte_codes ? 1 : 2));
-  for (int64_t i = 0; i < tiles * kTile * s.C / (s.byte_codes ? 1 : 2); ++i) {
-    payload.get()[i] = static_cast<uint8_t>(random.bits());
-  }
-  Exact<float> scale(tiles * groups * kTile), minimum(tiles * groups * kTile);
-  Exact<int8_t> small(tiles * groups * kTile);
-  Exact<float> super(tiles * std::max<int64_t>(supers, 1) * kTile);
-  for (int64_t i = 0; i < tiles * groups * kTile; ++i) {
-    scale.get()[i] = random.real();
-    minimum.get()[i] = random.real();
-    small.get()[i] = static_cast<int8_t>(random.bits() % 64);
-  }
-  for (int64_t i = 0; i < tiles * supers * kTile; ++i) super.get()[i] = random.real() / 64;
-
   Weight w;
   w.packed = true;
   w.byte_codes = s.byte_codes;
-  w.data = payload.get();
   w.R = s.R;
   w.group = s.group;
   w.block = s.block;
   w.zero_point = s.byte_codes ? 128 : 8;
-  w.scale.groups = w.minimum.groups = groups;
-  w.scale.values = scale.get();
+  // A record: factors, scales, minima, codes.
+  Record& r = w.record;
+  r.each = groups % 2 ? 1 : 2;
+  r.supers = 1;
+  int64_t at = 0;
+  const auto take = [&](int64_t count, int64_t bytes) {
+    const int64_t offset = at;
+    at += count * kTile * bytes;
+    return offset;
+  };
   if (s.super) {
-    w.scale = Scales{small.get(), Type::kI8, super.get(), Type::kF32, groups, supers};
+    r.scale.factored = true;
+    r.scale.super_offset = take(r.supers, 4);
   }
-  if (s.minimum) w.minimum.values = minimum.get();
+  r.scale.given = true;
+  r.scale.type = s.super ? Type::kI8 : s.halves ? Type::kF16 : Type::kF32;
+  const int64_t width = s.super ? 1 : s.halves ? 2 : 4;
+  r.scale.offset = take(r.each, width);
+  if (s.minimum) {
+    r.minimum.given = true;
+    r.minimum.type = s.halves ? Type::kF16 : Type::kF32;
+    r.minimum.offset = take(r.each, s.halves ? 2 : 4);
+  }
+  r.codes = at;
+  const int64_t code_bytes = r.each * s.group * kTile / (s.byte_codes ? 1 : 2);
+  r.bytes = at + code_bytes;
+  const int64_t records = groups / r.each, tile_bytes = records * r.bytes;
+  Exact<uint8_t> data(tiles * tile_bytes);
+  std::vector<double> unit(static_cast<size_t>(tiles * groups * kTile)), least(unit.size());
+  // Halves that are whole 1024ths have few bits: their exponent is all there is to write.
+  const auto put = [&](uint8_t* to, bool half) {
+    const float value = half ? 0.5f + static_cast<float>(random.bits() % 2) * 0.25f : random.real();
+    const uint16_t bits = value == 0.5f ? 0x3800 : 0x3a00;
+    std::memcpy(to, half ? static_cast<const void*>(&bits) : &value, half ? 2 : 4);
+    return static_cast<double>(value);
+  };
+  for (int64_t i = 0; i < tiles * records; ++i) {
+    uint8_t* record = data.get() + i * r.bytes;
+    for (int64_t lane = 0; lane < kTile; ++lane) {
+      const double factor = s.super ? put(record + r.scale.super_offset + lane * 4, false) : 1;
+      for (int64_t g = 0; g < r.each; ++g) {
+        const size_t cell = static_cast<size_t>((i * r.each + g) * kTile + lane);
+        uint8_t* to = record + r.scale.offset + (g * kTile + lane) * width;
+        if (s.super) {
+          *to = static_cast<uint8_t>(random.bits() % 64);
+          unit[cell] = *to * factor;
+        } else {
+          unit[cell] = put(to, s.halves);
+        }
+        if (!s.minimum) continue;
+        const int64_t bytes = s.halves ? 2 : 4;
+        least[cell] = put(record + r.minimum.offset + (g * kTile + lane) * bytes, s.halves);
+      }
+    }
+    for (int64_t c = 0; c < code_bytes; ++c) {
+      record[r.codes + c] = static_cast<uint8_t>(random.bits());
+    }
+  }
+  w.data = data.get();
 
   const std::vector<float> x = random.reals(s.T * s.C);
-  const auto weight = [&](int64_t r, int64_t c) {
-    const int64_t tile = r / kTile, lane = r % kTile, block = c / s.block, in = c % s.block;
-    const int64_t half = s.block / 2;
-    const int64_t quad = s.byte_codes ? c / 4 : block * s.block / 8 + in % half / 4;
-    const uint8_t byte = payload.get()[(tile * (s.C / (s.byte_codes ? 4 : 8)) + quad) * 64 +
-                                       lane * 4 + c % 4];
+  const auto weight = [&](int64_t row, int64_t c) {
+    const int64_t tile = row / kTile, lane = row % kTile, half = s.block / 2;
+    const int64_t columns = r.each * s.group, record = c / columns;
+    const int64_t block = c % columns / s.block, in = c % columns % s.block;
+    const int64_t quad = s.byte_codes ? c % columns / 4 : block * s.block / 8 + in % half / 4;
+    const uint8_t* codes = data.get() + tile * tile_bytes + record * r.bytes + r.codes;
+    const uint8_t byte = codes[quad * 64 + lane * 4 + c % 4];
     const int code = s.byte_codes ? byte : in < half ? byte & 15 : byte >> 4;
-    const int64_t at = (tile * groups + c / s.group) * kTile + lane;
-    double unit = scale.get()[at];
-    if (s.super) {
-      const int64_t factor = (tile * supers + c / s.group * supers / groups) * kTile + lane;
-      unit = small.get()[at] * static_cast<double>(super.get()[factor]);
-    }
-    return (code - w.zero_point) * unit + (s.minimum ? minimum.get()[at] : 0.0f);
+    const size_t cell = static_cast<size_t>((tile * groups + c / s.group) * kTile + lane);
+    return (code - w.zero_point) * unit[cell] + least[cell];
   };
   for (const bool exact : {false, true}) {
     for (const int64_t threads : {1, 3}) {
@@ -305,24 +338,24 @@ int main() {
     const Kernels* table = kernels(static_cast<Isa>(isa));
     if (!table) continue;
     for (const Shape& shape : {
-             Shape{1, 32, 16, 32, 32, false, false, false},
-             Shape{9, 64, 17, 32, 32, false, true, false},
-             Shape{8, 256, 33, 16, 16, true, false, true},
-             Shape{13, 60, 5, 12, 12, true, true, false},
-             Shape{3, 144, 31, 24, 24, false, true, false},
-             Shape{2, 128, 1, 64, 32, false, false, true},
-             Shape{33, 2304, 18, 32, 32, false, true, false},
-             Shape{70, 512, 70, 32, 32, true, false, false},
+             Shape{1, 32, 16, 32, 32, false, false, false, true},
+             Shape{9, 64, 17, 32, 32, false, true, false, true},
+             Shape{8, 256, 33, 16, 16, true, false, true, false},
+             Shape{13, 60, 5, 12, 12, true, true, false, false},
+             Shape{3, 144, 31, 24, 24, false, true, false, true},
+             Shape{2, 128, 1, 64, 32, false, false, true, false},
+             Shape{33, 2304, 18, 32, 32, false, true, false, false},
+             Shape{70, 512, 70, 32, 32, true, false, false, true},
          }) {
       check_product(random, *table, names[isa], shape);
     }
     for (const int64_t C : {1, 7, 16, 33, 100}) check_dense(random, *table, names[isa], 11, C, 21);
     for (const Sizes& sizes : {
              Sizes{9, 3, 64, 16, 0, 0.0f, Type::kF32},
-             Sizes{4, 4, 80, 7, 16, 0.0f, Type::kF32},
-             Sizes{4, 2, 13, 5, 270, 3.0f, Type::kBF16},
+             Sizes{4, 4, 80, 48, 16, 0.0f, Type::kF32},
+             Sizes{4, 2, 13, 32, 270, 3.0f, Type::kBF16},
              Sizes{2, 1, 512, 32, 0, 0.0f, Type::kBF16},
-             Sizes{3, 1, 1, 1, 1, 0.0f, Type::kF32},
+             Sizes{3, 1, 1, 16, 1, 0.0f, Type::kF32},
          }) {
       check_attention(random, *table, names[isa], sizes);
     }

@@ -4,44 +4,38 @@
 // aligned by position, so a row's bits do not depend on which rows or chunks it is computed with.
 namespace stoker::STOKER_ISA {
 
-
 template <typename T>
-STOKER_INLINE F load_head(const void* row, int64_t h, int64_t n) {
-  const T* p = static_cast<const T*>(row) + h;
+STOKER_INLINE F load_head(const T* p, int64_t n) {
   return n >= kLanes ? Element<T>::get(p) : Element<T>::get_n(p, n);
 }
 
-// keys [n, H] into columns [H, n], n = kVectors * kLanes; those outside [from, to) are not read,
-// but zero.
-template <typename T, int kVectors>
-static void transpose_keys(const void* const* keys, int64_t skip, int64_t from, int64_t to,
-                           int64_t H, float* columns) {
-  constexpr int kKeys = kVectors * kLanes;
-  for (int64_t h = 0; h < H; h += kLanes) {
-    const int64_t n = std::min<int64_t>(kLanes, H - h);
-    for (int64_t key = 0; key < kKeys; key += kLanes) {
-      F block[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        const bool live = key + i >= from && key + i < to;
-        block[i] = live ? load_head<T>(keys[key + i], skip + h, n) : zero();
-      }
-      transpose(block);
-      for (int64_t i = 0; i < n; ++i) store(columns + (h + i) * kKeys + key, block[i]);
+// `n` rows of `width` elements, `step` apart, as floats without gaps; width is whole vectors.
+template <typename T>
+static void widen(const void* from, int64_t n, int64_t step, int64_t width, float* to) {
+  const T* row = static_cast<const T*>(from);
+  for (int64_t i = 0; i < n; ++i, row += step) {
+    for (int64_t c = 0; c < width; c += kLanes) {
+      const int64_t left = std::min<int64_t>(kLanes, width - c);
+      store_n(to + i * width + c, load_head(row + c, left), left);
     }
   }
 }
 
-template <int kVectors, int kCount>
-static void score_block(const float* q, int64_t H, const float* columns, float* scores) {
+// Scores of kCount rows with kVectors * kLanes keys from `key` on. Element h of a block's keys is at
+// h * step.
+template <typename T, int kVectors, int kCount>
+static void score_block(const float* q, int64_t H, const void* const* blocks, int64_t step,
+                        int64_t key, float* scores) {
   F total[kCount][kVectors];
-  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = zero();
+  const T* column[kVectors];
+  STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
+    const int64_t at = key + v * kLanes;
+    column[v] = static_cast<const T*>(blocks[at / kKeys]) + at % kKeys;
+    STOKER_UNROLL for (int r = 0; r < kCount; ++r) total[r][v] = zero();
   }
   for (int64_t h = 0; h < H; ++h) {
     F k[kVectors];
-    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
-      k[v] = load(columns + (h * kVectors + v) * kLanes);
-    }
+    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) k[v] = Element<T>::get(column[v] + h * step);
     STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
       const F x = set1(q[r * H + h]);
       STOKER_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = fma(x, k[v], total[r][v]);
@@ -49,7 +43,7 @@ static void score_block(const float* q, int64_t H, const float* columns, float* 
   }
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
     STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
-      store(scores + r * kSpan + v * kLanes, total[r][v]);
+      store(scores + r * kSpan + key + v * kLanes, total[r][v]);
     }
   }
 }
@@ -61,11 +55,16 @@ static void soften(float* scores, int64_t keys, int64_t low, int64_t high, float
   F peak = set1(kMinus);
   for (int64_t key = 0; key < keys; key += kLanes) {
     F s = load(scores + key);
-    if (softcap > 0) s = mul(set1(softcap), hyperbolic_tangent(div(s, set1(softcap))));
-    const int64_t from = std::clamp<int64_t>(low - key, 0, kLanes);
-    const int64_t to = std::clamp<int64_t>(high - key, 0, kLanes);
-    s = select(from, to, s, set1(kMinus));
-    store(scores + key, s);
+    if (softcap > 0) {
+      s = mul(set1(softcap), hyperbolic_tangent(div(s, set1(softcap))));
+      store(scores + key, s);
+    }
+    if (key < low || key + kLanes > high) {
+      const int64_t from = std::clamp<int64_t>(low - key, 0, kLanes);
+      const int64_t to = std::clamp<int64_t>(high - key, 0, kLanes);
+      s = select(from, to, s, set1(kMinus));
+      store(scores + key, s);
+    }
     peak = max(peak, s);
   }
   const float largest = reduce_max(peak);
@@ -83,9 +82,8 @@ static void soften(float* scores, int64_t keys, int64_t low, int64_t high, float
 // Adds values[from, to) times the weights of kCount rows to kVectors vectors of their sums; with
 // one vector only its first `width` lanes.
 template <typename T, int kCount, int kVectors>
-static void weigh_block(const float* weights, const void* const* values, int64_t skip,
-                        int64_t from, int64_t to, bool resume, int64_t width, int64_t H,
-                        float* out) {
+static void weigh_block(const float* weights, const void* const* blocks, int64_t skip, int64_t from,
+                        int64_t to, bool resume, int64_t width, int64_t H, float* out) {
   constexpr bool kPart = kVectors == 1;
   F total[kCount][kVectors];
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
@@ -94,14 +92,18 @@ static void weigh_block(const float* weights, const void* const* values, int64_t
       total[r][v] = !resume ? zero() : kPart ? load_n(old, width) : load(old);
     }
   }
-  for (int64_t key = from; key < to; ++key) {
-    F x[kVectors];
-    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
-      x[v] = load_head<T>(values[key], skip + v * kLanes, kPart ? width : kLanes);
-    }
-    STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-      const F w = set1(weights[r * kSpan + key]);
-      STOKER_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = fma(w, x[v], total[r][v]);
+  for (int64_t key = from; key < to;) {
+    const T* row = static_cast<const T*>(blocks[key / kKeys]) + key % kKeys * H + skip;
+    const int64_t end = std::min(to, (key / kKeys + 1) * kKeys);
+    for (; key < end; ++key, row += H) {
+      F x[kVectors];
+      STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
+        x[v] = load_head(row + v * kLanes, kPart ? width : kLanes);
+      }
+      STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+        const F w = set1(weights[r * kSpan + key]);
+        STOKER_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = fma(w, x[v], total[r][v]);
+      }
     }
   }
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
@@ -118,15 +120,14 @@ static void weigh_block(const float* weights, const void* const* values, int64_t
 
 // The same for all H columns.
 template <typename T, int kCount>
-static void weigh_rows(const float* weights, const void* const* values, int64_t skip, int64_t from,
-                       int64_t to, bool resume, int64_t H, float* out) {
+static void weigh_rows(const float* weights, const void* const* blocks, int64_t from, int64_t to,
+                       bool resume, int64_t H, float* out) {
   int64_t h = 0;
   for (; h + kScoreVectors * kLanes <= H; h += kScoreVectors * kLanes) {
-    weigh_block<T, kCount, kScoreVectors>(weights, values, skip + h, from, to, resume, kLanes, H,
-                                          out + h);
+    weigh_block<T, kCount, kScoreVectors>(weights, blocks, h, from, to, resume, kLanes, H, out + h);
   }
   for (; h < H; h += kLanes) {
-    weigh_block<T, kCount, 1>(weights, values, skip + h, from, to, resume,
+    weigh_block<T, kCount, 1>(weights, blocks, h, from, to, resume,
                               std::min<int64_t>(kLanes, H - h), H, out + h);
   }
 }
@@ -138,14 +139,72 @@ STOKER_INLINE void by_rows(int64_t rows, const Body& body, int64_t row = 0) {
   if constexpr (kCount > 1) by_rows<kCount - 1>(rows, body, row);
 }
 
-// Heads of one token are neighbours in memory, but each head's keys are far apart, which defeats
-// the processor's own prefetching. So while one block is worked on, the next is asked for in order
-// of its addresses, all heads together.
-template <typename T, int kVectors>
+// One head at work. Pages of type T are read as they are by few rows; for many, a round of keys or
+// values is widened to floats once.
+template <typename T, bool kWide>
+struct Round {
+  static constexpr int kLength = 4 * kKeys;  // keys at work while the next are fetched
+  static constexpr int kVectors = std::min(kScoreVectors, kLength / kLanes);
+  using Read = std::conditional_t<kWide, float, T>;
+  const AttentionTile& tile;
+  const int64_t head_bytes;
+  alignas(64) float wide[kWide ? kMaxHead * kLength : 1];
+  const void* blocks[kSpan / kKeys];
+
+  explicit Round(const AttentionTile& tile)
+      : tile(tile), head_bytes(tile.head_step * static_cast<int64_t>(sizeof(T))) {}
+
+  // Blocks of the round from `key` on, of one head.
+  void take(const void* const* pages, int64_t head, int64_t key, bool keys) {
+    for (int64_t i = 0; i < kLength / kKeys; ++i) {
+      const int64_t b = key / kKeys + i;
+      blocks[b] = static_cast<const char*>(pages[b]) + head * head_bytes;
+      if constexpr (kWide) {
+        float* to = wide + i * kKeys * tile.H;
+        if (keys) {
+          widen<T>(blocks[b], tile.H, tile.key_step, kKeys, to);
+        } else {
+          widen<T>(blocks[b], kKeys, tile.H, tile.H, to);
+        }
+        blocks[b] = to;
+      }
+    }
+  }
+
+  // Asks for what comes next, so that it is there when this round is done.
+  void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
+    constexpr int64_t kBytes = kKeys * static_cast<int64_t>(sizeof(T));
+    const int64_t rows = !keys || tile.key_step == kKeys ? 64 / kBytes : 1;
+    const int64_t step = (keys ? tile.key_step : kKeys) * static_cast<int64_t>(sizeof(T));
+    for (; key < end; key += kKeys) {
+      const char* block = static_cast<const char*>(pages[key / kKeys]) + head * head_bytes;
+      for (int64_t h = 0; h < tile.H; h += rows) prefetch(block + h * step);
+    }
+  }
+
+  void score(int64_t head, int64_t key, float* scores) {
+    const int64_t step = kWide ? kKeys : tile.key_step;
+    take(tile.k, head, key, true);
+    for (int64_t at = key; at < key + kLength; at += kVectors * kLanes) {
+      by_rows(tile.rows, [&](int64_t r, auto count) {
+        score_block<Read, kVectors, decltype(count)::value>(
+            tile.q + (head * tile.rows + r) * tile.H, tile.H, blocks, step, at, scores + r * kSpan);
+      });
+    }
+  }
+
+  void weigh(int64_t head, int64_t key, int64_t from, int64_t to, const float* scores) {
+    take(tile.v, head, key, false);
+    by_rows(tile.rows, [&](int64_t r, auto count) {
+      weigh_rows<Read, decltype(count)::value>(scores + r * kSpan, blocks, std::max(key, from),
+                                               std::min(key + kLength, to), key > from, tile.H,
+                                               tile.out + (head * tile.rows + r) * tile.H);
+    });
+  }
+};
+
+template <typename T, bool kWide>
 static void attend_by(const AttentionTile& tile) {
-  constexpr int kKeys = kVectors * kLanes;
-  constexpr int kBlock = std::max(32, kKeys);  // keys at work while the next are fetched
-  alignas(64) float columns[kMaxHead * kKeys];
   alignas(64) float scores[kMaxQueries * kSpan];
   const int64_t H = tile.H, heads = tile.heads;
   int64_t from = tile.keys, to = 0;
@@ -154,32 +213,19 @@ static void attend_by(const AttentionTile& tile) {
     from = std::min<int64_t>(from, tile.low[r]);
     to = std::max<int64_t>(to, tile.high[r]);
   }
-  const int64_t start = from / kBlock * kBlock;
-  const int64_t row_bytes = heads * H * static_cast<int64_t>(sizeof(T));
-  const auto ask = [&](const void* const* rows, int64_t key, int64_t end) {
-    end = std::min(end, to);
-    for (key = std::max(key, from); key < end; ++key) {
-      const char* row = static_cast<const char*>(rows[key]);
-      for (int64_t byte = 0; byte < row_bytes; byte += 64) prefetch(row + byte);
-    }
-  };
-
-  ask(tile.k, start, start + kBlock);
-  for (int64_t block = start; block < to; block += kBlock) {
-    const int64_t end = std::min(block + kBlock, to);
-    const bool last = end == to;
-    const int64_t next = last ? start : end;
+  if (from >= to) std::fill(tile.out, tile.out + heads * tile.rows * H, 0.0f);
+  Round<T, kWide> round(tile);
+  constexpr int64_t kLength = Round<T, kWide>::kLength;
+  const int64_t start = from / kLength * kLength;
+  for (int64_t head = 0; head < heads; ++head) {
+    round.ask(tile.k, head, start, std::min(start + kLength, to), true);
+  }
+  for (int64_t key = start; key < to; key += kLength) {
+    const bool last = key + kLength >= to;
+    const int64_t next = last ? start : key + kLength;
     for (int64_t head = 0; head < heads; ++head) {
-      ask(last ? tile.v : tile.k, next + kBlock * head / heads,
-          next + kBlock * (head + 1) / heads);
-      for (int64_t key = block; key < end; key += kKeys) {
-        transpose_keys<T, kVectors>(tile.k + key, head * H, from - key, to - key, H, columns);
-        by_rows(tile.rows, [&](int64_t r, auto count) {
-          const int64_t row = head * tile.rows + r;
-          score_block<kVectors, decltype(count)::value>(tile.q + row * H, H, columns,
-                                              scores + row * kSpan + key);
-        });
-      }
+      round.ask(last ? tile.v : tile.k, head, next, std::min(next + kLength, to), !last);
+      round.score(head, key, scores + head * tile.rows * kSpan);
     }
   }
   for (int64_t row = 0; row < heads * tile.rows; ++row) {
@@ -187,27 +233,25 @@ static void attend_by(const AttentionTile& tile) {
     soften(scores + row * kSpan + start, to - start, tile.low[r] - start, tile.high[r] - start,
            tile.softcap, tile.peak + row, tile.total + row);
   }
-  if (from >= to) std::fill(tile.out, tile.out + heads * tile.rows * H, 0.0f);
-  for (int64_t block = start; block < to; block += kBlock) {
-    const int64_t first = std::max(block, from), end = std::min(block + kBlock, to);
+  for (int64_t key = start; key < to; key += kLength) {
+    const int64_t next = key + kLength;
     for (int64_t head = 0; head < heads; ++head) {
-      ask(tile.v, end + kBlock * head / heads, end + kBlock * (head + 1) / heads);
-      by_rows(tile.rows, [&](int64_t r, auto count) {
-        const int64_t row = head * tile.rows + r;
-        weigh_rows<T, decltype(count)::value>(scores + row * kSpan, tile.v, head * H, first, end,
-                                              block > start, H, tile.out + row * H);
-      });
+      if (next < to) {
+        round.ask(tile.v, head, next, std::min(next + kLength, to), false);
+      } else {
+        round.ask(tile.next, head, 0, tile.next_keys, true);
+      }
+      round.weigh(head, key, from, to, scores + head * tile.rows * kSpan);
     }
   }
 }
 
-// Few rows gain from short blocks, whose keys the caches hold; many, from long ones.
 template <typename T>
 static void attend(const AttentionTile& tile) {
-  if (tile.rows < 2 * kScoreRows) {
-    attend_by<T, kScoreVectors / 2>(tile);
+  if (std::is_same_v<T, float> || tile.rows < 2 * kScoreRows) {
+    attend_by<T, false>(tile);
   } else {
-    attend_by<T, kScoreVectors>(tile);
+    attend_by<T, true>(tile);
   }
 }
 

@@ -8,6 +8,7 @@ namespace stoker {
 namespace {
 
 constexpr int64_t kSerialFloats = 32 << 10;  // appended by the caller alone
+constexpr int64_t kAhead = 4;                // blocks of keys to ask for before a task begins
 
 // For each of `heads` KV heads from `head` on, rows [first, first + rows) of the slot's queries
 // times the query heads that share it.
@@ -56,28 +57,34 @@ std::string check(const Attention& a) {
   return "";
 }
 
-// Elements before the token at `pos`, head 0.
-int64_t token_offset(const Attention& a, int64_t slot, int64_t pos) {
-  return (a.page_table[slot * a.M + pos / a.Z] * a.Z + pos % a.Z) * a.K * a.H;
+// Elements of one head of a page.
+int64_t head_step(const Attention& a) { return a.Z * a.H; }
+
+// Elements before head 0 of the page with position `pos`.
+int64_t page_offset(const Attention& a, int64_t slot, int64_t pos) {
+  return a.page_table[slot * a.M + pos / a.Z] * a.K * head_step(a);
 }
 
 void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
-  const int64_t row = a.query_start[slot] + query;
-  const int64_t to = token_offset(a, slot, position(a, slot, query));
-  const auto store = [&](const float* x, int64_t n, void* pages, int64_t at) {
-    if (a.type == Type::kF32) {
-      std::memcpy(static_cast<float*>(pages) + at, x, static_cast<size_t>(n) * sizeof(float));
-    } else {
-      k.store_bf16(x, n, static_cast<uint16_t*>(pages) + at);
-    }
-  };
+  const int64_t row = a.query_start[slot] + query, pos = position(a, slot, query);
+  const int64_t to = page_offset(a, slot, pos), offset = pos % a.Z;
   alignas(64) float turned[kMaxHead];
   for (int64_t head = 0; head < a.K; ++head) {
-    const float* x = a.k + (row * a.K + head) * a.H;
-    k.rotate(x, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H, 1.0f, turned);
-    store(turned, a.H, a.k_pages, to + head * a.H);
+    const int64_t from = (row * a.K + head) * a.H, at = to + head * head_step(a);
+    k.rotate(a.k + from, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H, 1.0f, turned);
+    if (a.type == Type::kF32) {
+      float* keys = static_cast<float*>(a.k_pages) + at + offset;
+      for (int64_t h = 0; h < a.H; ++h) keys[h * a.Z] = turned[h];
+      std::memcpy(static_cast<float*>(a.v_pages) + at + offset * a.H, a.v + from,
+                  static_cast<size_t>(a.H) * sizeof(float));
+    } else {
+      uint16_t narrow[kMaxHead];
+      k.store_bf16(turned, a.H, narrow);
+      uint16_t* keys = static_cast<uint16_t*>(a.k_pages) + at + offset;
+      for (int64_t h = 0; h < a.H; ++h) keys[h * a.Z] = narrow[h];
+      k.store_bf16(a.v + from, a.H, static_cast<uint16_t*>(a.v_pages) + at + offset * a.H);
+    }
   }
-  store(a.v + row * a.K * a.H, a.K * a.H, a.v_pages, to);
 }
 
 // One task at work: its scaled queries, and where results go.
@@ -86,6 +93,9 @@ struct Worker {
   const Attention& a;
   const Task& task;
   alignas(64) float q[kQueryFloats];
+
+  // Leaves q as it is: to clear it would take as long as a short context.
+  Worker(const Kernels& k, const Attention& a, const Task& task) : k(k), a(a), task(task) {}
 
   int64_t group() const { return a.N / a.K; }
   // The flat row of the task's row r (counted through its heads).
@@ -105,8 +115,31 @@ struct Worker {
     }
   }
 
-  void span(int64_t index, float* peak, float* total, float* out) const {
-    const void *keys[kSpan], *values[kSpan];
+  // The first keys that some row sees of span `index`: pointers to the blocks, and their number.
+  int64_t first_keys(int64_t index, const void** blocks) const {
+    const int64_t seen = first_seen(a, position(a, task.slot, task.first / group()));
+    const int64_t start = std::max(index * kSpan, seen / kKeys * kKeys);
+    const int64_t last = std::min(a.kv_lens[task.slot], static_cast<int32_t>((index + 1) * kSpan));
+    const int64_t end = std::min<int64_t>(last, start + kAhead * kKeys);
+    for (int64_t pos = start; pos < end; pos += kKeys) *blocks++ = key_block(pos);
+    return std::max<int64_t>(0, end - start);
+  }
+
+  int64_t bytes() const { return a.type == Type::kF32 ? 4 : 2; }
+  const void* key_block(int64_t pos) const {
+    const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a) + pos % a.Z;
+    return static_cast<const char*>(a.k_pages) + at * bytes();
+  }
+  const void* value_block(int64_t pos) const {
+    const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a) + pos % a.Z * a.H;
+    return static_cast<const char*>(a.v_pages) + at * bytes();
+  }
+
+  // `then`: what this thread will probably do after it.
+  void span(int64_t index, float* peak, float* total, float* out, const Worker* then,
+            int64_t then_index) const {
+    const void *keys[kSpan / kKeys], *values[kSpan / kKeys], *next[kAhead];
+    const int64_t next_keys = then ? then->first_keys(then_index, next) : 0;
     int32_t low[kMaxQueries], high[kMaxQueries];
     const int64_t start = index * kSpan;
     const int64_t count = std::min<int64_t>(kSpan, a.kv_lens[task.slot] - start);
@@ -117,20 +150,19 @@ struct Worker {
       high[r] = static_cast<int32_t>(std::clamp<int64_t>(pos + 1 - start, 0, count));
       seen = std::min<int64_t>(seen, low[r]);
     }
-    const int64_t bytes = a.type == Type::kF32 ? 4 : 2;
-    // Nothing reads the pointers before `seen`: their pages may have been given up.
-    for (int64_t i = seen; i < count;) {
-      const int64_t pos = start + i;
-      int64_t at = (token_offset(a, task.slot, pos) + task.head * a.H) * bytes;
-      const int64_t end = std::min(count, i + a.Z - pos % a.Z);
-      for (; i < end; ++i, at += a.K * a.H * bytes) {
-        keys[i] = static_cast<const char*>(a.k_pages) + at;
-        values[i] = static_cast<const char*>(a.v_pages) + at;
-      }
+    // Blocks that no row sees may lie in pages given up: another's stand in, and are masked.
+    const int64_t blocks = (count + kKeys - 1) / kKeys, first = std::min(seen, count - 1) / kKeys;
+    for (int64_t b = first; b < blocks; ++b) {
+      keys[b] = key_block(start + b * kKeys);
+      values[b] = value_block(start + b * kKeys);
     }
+    std::fill(keys, keys + first, keys[first]);
+    std::fill(values, values + first, values[first]);
+    std::fill(keys + blocks, keys + kSpan / kKeys, keys[first]);
+    std::fill(values + blocks, values + kSpan / kKeys, values[first]);
     k.attend[static_cast<int>(a.type)](AttentionTile{q, task.heads, task.rows, a.H, keys, values,
-                                                     count, low, high, a.softcap, out, peak,
-                                                     total});
+                                                     a.Z, head_step(a), count, next, next_keys,
+                                                     low, high, a.softcap, out, peak, total});
   }
 
   void finish(const float* total, const float* sums) const {
@@ -140,15 +172,21 @@ struct Worker {
   }
 };
 
-void whole_task(const Kernels& k, const Attention& a, const Task& task) {
-  Worker worker{k, a, task, {}};
+void whole_task(const Kernels& k, const Attention& a, const Task& task, const Task* next) {
+  Worker worker(k, a, task);
+  const Worker then(k, a, next ? *next : task);
+  const auto span = [&](int64_t index, float* peak, float* total, float* out) {
+    const bool more = index + 1 < task.span1;
+    worker.span(index, peak, total, out, more ? &worker : next ? &then : nullptr,
+                more ? index + 1 : then.task.span0);
+  };
   float peak[kMaxQueries], total[kMaxQueries], next_peak[kMaxQueries], next_total[kMaxQueries];
   alignas(64) float out[kQueryFloats];
   alignas(64) float next_out[kQueryFloats];
   worker.load_queries();
-  worker.span(task.span0, peak, total, out);
+  span(task.span0, peak, total, out);
   for (int64_t index = task.span0 + 1; index < task.span1; ++index) {
-    worker.span(index, next_peak, next_total, next_out);
+    span(index, next_peak, next_total, next_out);
     k.merge(task.all_rows(), a.H, peak, total, out, next_peak, next_total, next_out);
   }
   worker.finish(total, out);
@@ -169,9 +207,13 @@ void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::ve
   parallel_for(pool, static_cast<int64_t>(units.size()), [&](int64_t unit) {
     const auto [task, index] = units[static_cast<size_t>(unit)];
     const size_t row = row_of(*task, index);
-    Worker worker{k, a, *task, {}};
+    Worker worker(k, a, *task);
     worker.load_queries();
-    worker.span(index, &peak[row], &total[row], &out[row * static_cast<size_t>(a.H)]);
+    const bool more = static_cast<size_t>(unit) + 1 < units.size();
+    const auto [later, later_index] = units[static_cast<size_t>(unit) + more];
+    const Worker then(k, a, *later);
+    worker.span(index, &peak[row], &total[row], &out[row * static_cast<size_t>(a.H)],
+                more ? &then : nullptr, later_index);
   });
   for (const Task& task : tasks) {
     const size_t first = task.partial;
@@ -181,7 +223,7 @@ void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::ve
       k.merge(task.all_rows(), a.H, &peak[first], &total[first], sums, &peak[row], &total[row],
               &out[row * static_cast<size_t>(a.H)]);
     }
-    Worker{k, a, task, {}}.finish(&total[first], sums);
+    Worker(k, a, task).finish(&total[first], sums);
   }
 }
 
@@ -246,8 +288,10 @@ std::string attend(Pool& pool, const Kernels& kernels, const Attention& a) {
   if (longest > 1 && count < 4 * pool.threads()) {
     split_tasks(pool, kernels, a, tasks, partial_rows);
   } else {
-    parallel_for(pool, count,
-                 [&](int64_t i) { whole_task(kernels, a, tasks[static_cast<size_t>(i)]); });
+    parallel_for(pool, count, [&](int64_t i) {
+      const Task* task = &tasks[static_cast<size_t>(i)];
+      whole_task(kernels, a, *task, i + 1 < count ? task + 1 : nullptr);
+    });
   }
   return "";
 }

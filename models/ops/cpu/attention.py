@@ -13,6 +13,8 @@ from .matmul import isa_number
 
 #: Widest head that the kernels take, kMaxHead in kernels.h.
 MAX_HEAD = 512
+#: Neighbouring keys that the kernels take at once, kKeys in kernels.h.
+KEYS = 16
 _PAGES = (jnp.float32, jnp.bfloat16)
 
 
@@ -41,8 +43,9 @@ def attention(
       q: `[T, N, H]`; float32, or bfloat16 (computed with as float32).
       k: `[T, K, H]`.
       v: `[T, K, H]`.
-      k_pages: float32 or bfloat16 `[P, Z, K, H]`; donate it, and it is updated in place.
-      v_pages: `[P, Z, K, H]`, likewise.
+      k_pages: float32 or bfloat16 `[P, K, H, Z]`, Z a multiple of 16; donate it, and it is updated
+        in place.
+      v_pages: `[P, K, Z, H]`, likewise.
       layout: where the rows sit. Padding rows write nothing and yield zeros.
       scale: factor on the scores, usually H ** -0.5.
       turn: cosines and sines float32 `[T, dims/2]` of the rotary embedding that q and k go through
@@ -111,11 +114,12 @@ def _check(
         )
     T, N, H = q.shape
     K, S = k.shape[1], layout.page_table.shape[0]
+    P, Z = k_pages.shape[0], k_pages.shape[-1]
     expected = {
         "k": (k.shape, (T, K, H)),
         "v": (v.shape, (T, K, H)),
-        "k_pages": (k_pages.shape[2:], (K, H)),
-        "v_pages": (v_pages.shape, k_pages.shape),
+        "k_pages": (k_pages.shape, (P, K, H, Z)),
+        "v_pages": (v_pages.shape, (P, K, Z, H)),
         "query_start": (layout.query_start.shape, (S + 1,)),
         "kv_lens": (layout.kv_lens.shape, (S,)),
         "sines": (turn[1].shape, turn[0].shape),
@@ -131,6 +135,10 @@ def _check(
         )
     if 0 in k_pages.shape:
         raise StokerError(f"attention got pages of shape {list(k_pages.shape)}; none may be empty")
+    if Z % KEYS:
+        raise StokerError(
+            f"attention got pages of {Z} tokens; the CPU kernels take multiples of {KEYS}"
+        )
     if k_pages.dtype not in _PAGES or v_pages.dtype != k_pages.dtype:
         raise StokerError(
             f"attention got pages of {k_pages.dtype} and {v_pages.dtype}; both must be float32 or "

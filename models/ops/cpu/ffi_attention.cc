@@ -28,20 +28,21 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
   a.S = kv_lens.dimensions()[0];
   a.M = page_table.dimensions()[1];
   if (k_pages.dimensions().size() != 4) {
-    return ffi::Error::InvalidArgument("attention: pages must be [P, Z, K, H]");
+    return ffi::Error::InvalidArgument("attention: key pages must be [P, K, H, Z]");
   }
   a.P = k_pages.dimensions()[0];
-  a.Z = k_pages.dimensions()[1];
+  a.Z = k_pages.dimensions()[3];
   const auto type = k_pages.element_type();
   const bool shapes =
       has_shape(k, {a.T, a.K, a.H}) && has_shape(v, {a.T, a.K, a.H}) &&
-      has_shape(k_pages, {a.P, a.Z, a.K, a.H}) && has_shape(v_pages, {a.P, a.Z, a.K, a.H}) &&
-      has_shape(*k_out, {a.P, a.Z, a.K, a.H}) && has_shape(*v_out, {a.P, a.Z, a.K, a.H}) &&
+      has_shape(k_pages, {a.P, a.K, a.H, a.Z}) && has_shape(v_pages, {a.P, a.K, a.Z, a.H}) &&
+      has_shape(*k_out, {a.P, a.K, a.H, a.Z}) && has_shape(*v_out, {a.P, a.K, a.Z, a.H}) &&
       has_shape(cos, {a.T, a.half}) && has_shape(sin, {a.T, a.half}) &&
       has_shape(query_start, {a.S + 1}) && has_shape(page_table, {a.S, a.M}) &&
       has_shape(*out, {a.T, a.N, a.H});
-  const bool sizes = a.H > 0 && a.H <= kMaxHead && 2 * a.half <= a.H && a.K > 0 && a.N % a.K == 0 && a.Z > 0 &&
-                     a.P > 0 && a.M * a.Z <= std::numeric_limits<int32_t>::max();
+  const bool sizes = a.H > 0 && a.H <= kMaxHead && 2 * a.half <= a.H && a.K > 0 && a.N % a.K == 0 &&
+                     a.Z > 0 && a.Z % kKeys == 0 && a.P > 0 &&
+                     a.M * a.Z <= std::numeric_limits<int32_t>::max();
   if (!shapes || !sizes) return ffi::Error::InvalidArgument("attention: shapes do not match");
   if ((type != ffi::DataType::F32 && type != ffi::DataType::BF16) ||
       v_pages.element_type() != type || k_out->element_type() != type ||

@@ -11,21 +11,31 @@ constexpr int kTile = 16;      // output rows interleaved in a packed weight
 constexpr int kMaxRows = 4;    // activation rows that one micro-kernel call takes at most
 constexpr int kMaxTiles = 2;   // and packed tiles
 constexpr int kSpan = 256;     // keys that attention takes in one round, aligned by position
+constexpr int kKeys = 16;      // keys that lie together in a page: pages hold whole blocks of them
 constexpr int kMaxHead = 512;  // widest head
 constexpr int kMaxQueries = 48;           // query rows of one attention tile at most
 constexpr int kQueryFloats = 16 * 1024;   // and their elements at most
 
 enum class Type : int32_t { kF32, kBF16, kF16, kI8, kU8 };
 
-// Scales or minima of one tile: values[g * kTile + row], perhaps times super[sg * kTile + row],
-// sg = g * supers / groups.
+// Where a packed weight keeps its scales or its minima. A tile is a run of records, each with all
+// that some columns need: kTile values for each of `each` groups, perhaps times kTile factors for
+// each of `supers` equal runs of groups, then their codes. Offsets are in bytes from the record.
 struct Scales {
-  const void* values = nullptr;
+  bool given = false;
   Type type = Type::kF32;
-  const void* super = nullptr;
+  int64_t offset = 0;
+  bool factored = false;
   Type super_type = Type::kF32;
-  int64_t groups = 0;
-  int64_t supers = 0;
+  int64_t super_offset = 0;
+};
+struct Record {
+  int64_t bytes = 0;
+  int64_t codes = 0;   // offset of the codes
+  int64_t each = 1;    // groups of columns
+  int64_t supers = 1;  // divides `each`
+  Scales scale;
+  Scales minimum;
 };
 
 // Activation rows ready for a product, `rows` of them interleaved: element c of row i is at
@@ -38,13 +48,18 @@ struct Activations {
   const float* sum;       // sum of the (quantised) x of a block
 };
 
-// One or two neighbouring packed tiles times a few activation rows.
+// One or two neighbouring packed tiles times a few activation rows. Codes, scales and minima of a
+// block follow those of the block before, but for a gap after the last block of a record.
 struct Tiles {
   const uint8_t* payload;
-  int64_t tile_bytes;    // from one tile's payload to the next
-  const float* scale;    // [tiles][stride][kTile], one for each block
-  const float* minimum;  // likewise
-  int64_t stride;
+  int64_t tile_bytes;      // from one tile's payload to the next
+  int64_t gap;
+  const uint8_t* scale;    // kTile floats, or halves, for each block
+  const uint8_t* minimum;  // likewise
+  int64_t scale_bytes;     // from one tile's scales to the next
+  int64_t scale_gap;
+  int64_t per_record;      // blocks
+  int64_t left;            // of them in the first record
   Activations x;
   int64_t blocks;
   int64_t block;
@@ -68,9 +83,15 @@ struct AttentionTile {
   int64_t heads;
   int64_t rows;
   int64_t H;
-  const void* const* k;  // `keys` pointers to the first head's H elements; the others follow
+  // The first head's part of each block of kKeys keys in the span, each one readable: element h of
+  // the keys at h * key_step, the values of one key after the other. Heads are head_step apart.
+  const void* const* k;
   const void* const* v;
+  int64_t key_step;
+  int64_t head_step;
   int64_t keys;
+  const void* const* next;  // keys that will be wanted after these, if any, as k
+  int64_t next_keys;
   const int32_t* low;
   const int32_t* high;
   float softcap;         // 0: none
@@ -89,11 +110,14 @@ struct Kernels {
   void (*interleave)(const float* x, int64_t ld, int rows, int64_t C, int64_t block, float* values,
                      float* sum);
   // float [blocks][kTile] of a tile's scales from block `first` on; a group holds `repeat` blocks.
-  void (*expand)(const Scales& scales, int64_t first, int64_t blocks, int64_t repeat, float* out);
+  void (*expand)(const uint8_t* tile, const Record& record, const Scales& scales, int64_t first,
+                 int64_t blocks, int64_t repeat, float* out);
+  bool reads_halves;  // whether `product` may read scales that are halves
   // Tiles that `product` and `exact` take at once, at most.
   int tiles;
-  TileFn product[2][2][kMaxTiles][kMaxRows];  // [8-bit codes][minimum][tiles - 1][rows - 1]
-  TileFn exact[2][2][kMaxTiles][kMaxRows];
+  // [8-bit codes][minimum][halves][tiles - 1][rows - 1]
+  TileFn product[2][2][2][kMaxTiles][kMaxRows];
+  TileFn exact[2][2][kMaxTiles][kMaxRows];  // scales are floats
   DenseFn dense[3][kMaxRows];      // [Type][rows - 1]
   void (*attend[3])(const AttentionTile& tile);  // [Type of the pages]
   // Folds a later span's (peak, total, out) of `rows` rows into an earlier one's.

@@ -48,6 +48,13 @@ int32_t effective_zero(const Weight& w, int byte_bias) {
   return w.zero_point - (w.byte_codes ? byte_bias : 0);
 }
 
+// Whether a block's scales and minima are halves and no more, which kernels may read themselves.
+bool reads_halves(const Kernels& k, const Weight& w) {
+  const auto plain = [](const Scales& s) { return s.type == Type::kF16 && !s.factored; };
+  return k.reads_halves && w.group == w.block && plain(w.record.scale) &&
+         (!w.record.minimum.given || plain(w.record.minimum));
+}
+
 // Scratch memory: the input as it goes into the products, and its distinct preparations.
 struct Plan {
   float* rows = nullptr;  // [T, C]; nullptr: x as it is
@@ -112,26 +119,13 @@ void prepare(const Kernels& k, const Input& input, const Plan& plan, int64_t t, 
   }
 }
 
-Scales of_tile(Scales scales, int64_t tile) {
-  static constexpr int64_t kBytes[] = {4, 2, 2, 1, 1};
-  if (!scales.values) return scales;
-  const int64_t value = kBytes[static_cast<int>(scales.type)];
-  const int64_t super = kBytes[static_cast<int>(scales.super_type)];
-  scales.values = static_cast<const char*>(scales.values) + tile * scales.groups * kTile * value;
-  if (scales.super) {
-    scales.super = static_cast<const char*>(scales.super) + tile * scales.supers * kTile * super;
-  }
-  return scales;
-}
-
-// Asks for the scales of tiles to come: each tile's are too short for the processor to see that
+// Asks for the scales of tiles to come: each record's are too short for the processor to see that
 // they are a stream. Into the second cache (locality 2): what is on its way to the first holds up
 // loads meanwhile. Inlined, since GCC drops calls of a function that does nothing but prefetch.
-STOKER_INLINE void ask_ahead(const Scales& scales, int64_t tile, int64_t count) {
-  if (!scales.values) return;
-  const char* from = static_cast<const char*>(of_tile(scales, tile).values);
-  const char* to = static_cast<const char*>(of_tile(scales, tile + count).values);
-  for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
+STOKER_INLINE void ask_ahead(const Record& record, const uint8_t* tile, const uint8_t* end) {
+  for (; tile < end; tile += record.bytes) {
+    for (int64_t at = 0; at < record.codes; at += 64) __builtin_prefetch(tile + at, 0, 2);
+  }
 }
 
 // Rows [t0, t1) times `count` packed tiles from `tile` on.
@@ -139,31 +133,47 @@ void packed_tiles(const Kernels& k, const Weight& w, const Prepared& p, int64_t 
                   int64_t t0, int64_t t1, int64_t C, bool exact) {
   alignas(64) float scale[kMaxTiles * kChunkBlocks * kTile];
   alignas(64) float minimum[kMaxTiles * kChunkBlocks * kTile];
-  const bool has_minimum = w.minimum.values != nullptr;
-  const TileFn* kernels = (exact ? k.exact : k.product)[w.byte_codes][has_minimum][count - 1];
+  const Record& record = w.record;
+  const bool has_minimum = record.minimum.given, halves = !exact && reads_halves(k, w);
+  const TileFn* kernels = exact ? k.exact[w.byte_codes][has_minimum][count - 1]
+                                : k.product[w.byte_codes][has_minimum][halves][count - 1];
   const int64_t blocks = C / w.block, repeat = w.group / w.block;
   const int64_t block_bytes = w.block * kTile / (w.byte_codes ? 1 : 2);
   Tiles tiles{};
-  tiles.tile_bytes = blocks * block_bytes;
-  tiles.scale = scale;
-  tiles.minimum = minimum;
-  tiles.stride = kChunkBlocks;
+  tiles.per_record = record.each * repeat;
+  tiles.tile_bytes = blocks / tiles.per_record * record.bytes;
+  tiles.gap = record.bytes - tiles.per_record * block_bytes;
   tiles.block = w.block;
   tiles.zero_point = w.zero_point;
   tiles.ld = w.R;
   tiles.valid = std::min(count * kTile, w.R - tile * kTile);
-  ask_ahead(w.scale, tile + count, count);
-  ask_ahead(w.minimum, tile + count, count);
-  for (int64_t b = 0; b < blocks; b += kChunkBlocks) {
+  const uint8_t* first = static_cast<const uint8_t*>(w.data) + tile * tiles.tile_bytes;
+  const int64_t chunk = halves ? blocks : kChunkBlocks;
+  if (halves) {
+    tiles.scale = first + record.scale.offset;
+    tiles.minimum = first + record.minimum.offset;
+    tiles.scale_bytes = tiles.tile_bytes;
+    tiles.scale_gap = record.bytes - tiles.per_record * kTile * 2;
+  } else {
+    tiles.scale = reinterpret_cast<const uint8_t*>(scale);
+    tiles.minimum = reinterpret_cast<const uint8_t*>(minimum);
+    tiles.scale_bytes = kChunkBlocks * kTile * static_cast<int64_t>(sizeof(float));
+    const uint8_t* next = first + count * tiles.tile_bytes;
+    ask_ahead(record, next, next + count * tiles.tile_bytes);
+  }
+  for (int64_t b = 0; b < blocks; b += chunk) {
+    const int64_t within = b % tiles.per_record;
     tiles.payload =
-        static_cast<const uint8_t*>(w.data) + tile * tiles.tile_bytes + b * block_bytes;
-    tiles.blocks = std::min(kChunkBlocks, blocks - b);
+        first + b / tiles.per_record * record.bytes + record.codes + within * block_bytes;
+    tiles.left = tiles.per_record - within;
+    tiles.blocks = std::min(chunk, blocks - b);
     tiles.resume = b > 0;
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < count && !halves; ++i) {
       const int64_t at = i * kChunkBlocks * kTile;
-      k.expand(of_tile(w.scale, tile + i), b, tiles.blocks, repeat, scale + at);
+      const uint8_t* own = first + i * tiles.tile_bytes;
+      k.expand(own, record, record.scale, b, tiles.blocks, repeat, scale + at);
       if (!has_minimum) continue;
-      k.expand(of_tile(w.minimum, tile + i), b, tiles.blocks, repeat, minimum + at);
+      k.expand(own, record, record.minimum, b, tiles.blocks, repeat, minimum + at);
     }
     for (int64_t t = t0; t < t1; t += kMaxRows) {
       const int64_t rows = std::min<int64_t>(kMaxRows, t1 - t);

@@ -14,13 +14,12 @@ struct Weight {
   bool packed = false;          // interleaved codes, or dense rows of `type`
   Type type = Type::kF32;       // of a dense weight
   bool byte_codes = false;      // 8-bit codes, else 4-bit
-  const void* data = nullptr;   // packed: [R / kTile, C * kTile * bits / 8]; dense: [R, C]
+  const void* data = nullptr;   // packed: [R / kTile, records, bytes]; dense: [R, C]
   int64_t R = 0;
   int64_t group = 0;            // columns that share a scale
   int64_t block = 0;            // columns that share an activation scale; divides group
   int32_t zero_point = 0;       // of the unsigned codes
-  Scales scale;                 // of the first tile; tiles follow each other
-  Scales minimum;               // values == nullptr: none
+  Record record;                // of a packed weight
   float* out = nullptr;         // [T, R]
 };
 

@@ -19,6 +19,8 @@ Readable = jax.Array | PackedArray
 Multiplicand = Readable | QuantArray
 _DENSE = (jnp.float32, jnp.bfloat16, jnp.float16)
 _FLOAT_BYTES = 4
+#: Types of scales in the order of `Type` in kernels.h.
+_TYPES = ("float32", "bfloat16", "float16", "int8", "uint8")
 #: What x may go through first, in the order of `Before` in matmul.h.
 _BEFORE = ("", "norm", *ACTIVATIONS)
 
@@ -159,21 +161,29 @@ def _check(weight: Readable, C: int) -> None:
         if weight.dtype not in _DENSE:
             raise StokerError(f"weight of type {weight.dtype} must be float32, bfloat16 or float16")
         return
-    tiles, groups = weight.payload.shape[0], C // weight.group
-    if C % weight.group or weight.scale.shape != (tiles, groups, 16):
+    bits = weight.record.codes.count * 8 // weight.record.scale.count // weight.group
+    if bits != weight.bits:
         raise StokerError(
-            f"packed weight of shape {list(weight.shape)} has scales {list(weight.scale.shape)}; "
-            f"a shard must hold whole groups of {weight.group} columns and whole tiles of 16 rows"
+            f"packed weight of shape {list(weight.shape)} has records of {bits} bits to a code, "
+            f"not {weight.bits}; pack it with stoker.models.ops.cpu.pack"
         )
 
 
 def _fields(weight: Readable) -> tuple[int, ...]:
-    """What the handler must know beyond shapes: bits, group, block, zero point, flags."""
+    """What the handler must know beyond shapes.
+
+    Bits (0: dense), group, block, zero point; scales and factors of scales for each row of a
+    record; and the types, in the order of `Type` in kernels.h, of scales, minima, factors of scales
+    and of minima, or -1.
+    """
     if not isinstance(weight, PackedArray):
-        return (0, 0, 0, 0, 0)
-    optional = (weight.minimum, weight.super_scale, weight.super_minimum)
-    flags = sum(1 << bit for bit, leaf in enumerate(optional) if leaf is not None)
-    return (weight.bits, weight.group, weight.block, weight.zero_point, flags)
+        return (0,) * 10
+    record = weight.record
+    factors = [part.count for part in (record.super_scale, record.super_minimum) if part.count]
+    parts = (record.scale, record.minimum, record.super_scale, record.super_minimum)
+    types = (_TYPES.index(part.dtype) if part.count else -1 for part in parts)
+    sizes = (weight.bits, weight.group, weight.block, weight.zero_point)
+    return (*sizes, record.scale.count, factors[0] if factors else 1, *types)
 
 
 def _scratch_bytes(weights: Sequence[Readable], T: int, C: int, exact: bool) -> int:

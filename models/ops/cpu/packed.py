@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import ModuleType
 from typing import Any
 
@@ -23,21 +24,70 @@ SLICE_BYTES = 1 << 20
 MAX_BLOCK = 32
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One kind of numbers in a record, for all 16 rows of its tile.
+
+    Attributes:
+      dtype: of a number.
+      count: numbers for each row; 0 where a format has none.
+      unit: numbers of a row that follow each other, before those of the next row.
+    """
+
+    dtype: str = "uint8"
+    count: int = 0
+    unit: int = 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of each row."""
+        return self.count * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit."""
+        return self.unit * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What the columns of one record hold, in this order, without gaps.
+
+    Attributes:
+      super_scale: factors of runs of scales.
+      super_minimum: factors of runs of minima.
+      scale: one to each group of columns.
+      minimum: likewise.
+      codes: bytes of codes, four to a unit.
+    """
+
+    super_scale: Part
+    super_minimum: Part
+    scale: Part
+    minimum: Part
+    codes: Part
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The parts by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
 @struct.dataclass
 class PackedArray(LogicalArray):
     """A matrix `[R, C]` with the values of the `QuantArray` it was packed from, 16 rows to a tile.
 
-    A tile's codes follow each other four columns at a time: 64 bytes are 16 rows of 4 columns, one
-    512-bit register. With 4-bit codes a byte holds a column of a block's first half in its low
-    nibble, and the column half a block later in its high nibble. Codes are unsigned: signed ones
-    are stored plus 128, and `zero_point` with them. Leading axes may precede in every leaf.
+    A tile is a run of records: all that some neighbouring columns of its rows need, so that a
+    product reads one stream of memory and a step passes one array. In a record come factors of
+    scales and minima, scales, minima, and codes, each number for all 16 rows. Codes follow each
+    other four columns at a time: 64 bytes are 16 rows of 4 columns, one 512-bit register. With
+    4-bit codes a byte holds a column of a block's first half in its low nibble, and the column
+    half a block later in its high nibble. Codes are unsigned: signed ones are stored plus 128, and
+    `zero_point` with them. Leading axes may precede.
 
     Attributes:
-      payload: uint8 `[R/16, C * bits / 32, 64]`.
-      scale: `[R/16, C/group, 16]`, float16, bfloat16 or float32; int8 or uint8 with `super_scale`.
-      minimum: like `scale`, or None.
-      super_scale: factor of a run of scales, `[R/16, n, 16]`, or None.
-      super_minimum: likewise for minima.
+      payload: uint8 `[R/16, records, bytes of a record]`.
+      record: what a record holds.
       bits: 4 or 8.
       zero_point: what is subtracted from an unsigned code.
       group: columns that share a scale.
@@ -46,10 +96,7 @@ class PackedArray(LogicalArray):
     """
 
     payload: jax.Array
-    scale: jax.Array
-    minimum: jax.Array | None = None
-    super_scale: jax.Array | None = None
-    super_minimum: jax.Array | None = None
+    record: Record = struct.field(pytree_node=False)
     bits: int = struct.field(pytree_node=False, default=8)
     zero_point: int = struct.field(pytree_node=False, default=128)
     group: int = struct.field(pytree_node=False, default=32)
@@ -59,15 +106,15 @@ class PackedArray(LogicalArray):
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape `[..., R, C]`."""
-        *leading, tiles, quads, _ = self.payload.shape
-        return (*leading, tiles * TILE - self.padding, quads * 32 // self.bits)
+        *leading, tiles, records, _ = self.payload.shape
+        columns = self.record.scale.count * self.group
+        return (*leading, tiles * TILE - self.padding, records * columns)
 
     def __getitem__(self, rows: jax.Array) -> QuantArray:
         """The given rows `[T]` of a matrix as a `QuantArray` of 8-bit codes; for embeddings."""
         C = self.shape[-1]
-        tile, lane = rows // TILE, rows % TILE
-        quads = self.payload.reshape(-1, self.payload.shape[-2], TILE, 4)[tile, :, lane]
-        codes = quads.reshape(*rows.shape, C * self.bits // 8)
+        parts = self._row_bytes(rows)
+        codes = parts["codes"]
         if self.bits == 4:
             halves = codes.reshape(*rows.shape, C // self.block, self.block // 2)
             codes = jnp.concatenate([halves & 15, halves >> 4], axis=-1).reshape(*rows.shape, C)
@@ -77,22 +124,44 @@ class PackedArray(LogicalArray):
             codes = jax.lax.bitcast_convert_type(codes ^ 128, jnp.int8)
             shift = 128
 
-        def row(values: jax.Array) -> jax.Array:
-            return values[tile, :, lane]
+        def numbers(name: str) -> jax.Array | None:
+            part = self.record.parts[name]
+            if part.count == 0:
+                return None
+            single = jnp.dtype(part.dtype).itemsize == 1
+            units = parts[name] if single else parts[name].reshape(*rows.shape, -1, part.unit_bytes)
+            return jax.lax.bitcast_convert_type(units, part.dtype)
 
-        def optional(values: jax.Array | None) -> jax.Array | None:
-            return None if values is None else row(values)
-
+        scale = numbers("scale")
+        assert scale is not None
         return QuantArray(
             codes,
-            row(self.scale),
-            optional(self.minimum),
-            optional(self.super_scale),
-            optional(self.super_minimum),
+            scale,
+            numbers("minimum"),
+            numbers("super_scale"),
+            numbers("super_minimum"),
             bits=8,
             zero_point=self.zero_point - shift,
             group=self.group,
         )
+
+    def _row_bytes(self, rows: jax.Array) -> dict[str, jax.Array]:
+        """Bytes `[T, n]` of each part of the given rows; nothing else is read."""
+        records, record_bytes = self.payload.shape[-2:]
+        at, found = 0, {}
+        for name, part in self.record.parts.items():
+            if part.count == 0:
+                continue
+            # Where the bytes of row 0 are, and how much further those of the next row.
+            unit = part.unit_bytes
+            first = at + np.arange(part.row_bytes // unit)[:, None] * TILE * unit + np.arange(unit)
+            first = np.arange(records)[:, None] * record_bytes + first.reshape(-1)
+            places = first.reshape(-1) + (rows % TILE)[..., None] * unit
+            found[name] = self.payload.reshape(-1, records * record_bytes)[
+                (rows // TILE)[..., None], places
+            ]
+            at += part.row_bytes * TILE
+        return found
 
 
 def block_size(group: int, bits: int) -> int:
@@ -128,20 +197,18 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     array = jax.tree.map(np.asarray, array)
     if array.ndim > 2:
         return jax.device_put(_pack(np, array))
-    # A slice of rows at a time, into buffers that JAX can adopt: temporaries stay small.
+    # A slice of rows at a time, into a buffer that JAX can adopt: temporaries stay small.
     rows = array.shape[0]
     step = max(TILE, SLICE_BYTES // array.shape[1] // TILE * TILE)
-    whole: PackedArray | None = None
+    whole: Any = None
     for start in range(0, rows, step):
         part = _pack(np, jax.tree.map(lambda leaf, at=start: leaf[at : at + step], array))
         if whole is None:
-            whole = jax.tree.map(
-                lambda leaf: empty((-(-rows // TILE), *leaf.shape[1:]), leaf.dtype), part
-            )
-            whole = dataclasses.replace(whole, padding=-rows % TILE)
+            shape = (-(-rows // TILE), *part.payload.shape[1:])
+            buffer: Any = empty(shape, np.dtype(np.uint8))
+            whole = dataclasses.replace(part, payload=buffer, padding=-rows % TILE)
         at = start // TILE
-        for target, leaf in zip(jax.tree.leaves(whole), jax.tree.leaves(part), strict=True):
-            target[at : at + len(leaf)] = leaf
+        whole.payload[at : at + len(part.payload)] = part.payload
     return jax.device_put(whole)
 
 
@@ -158,20 +225,48 @@ def _pack(xp: ModuleType, leaves: QuantArray) -> PackedArray:
             codes = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
     if bits == 8:
         codes, zero_point = codes.view(xp.uint8) ^ xp.uint8(128), zero_point + 128
-    scale, super_scale = _scales(xp, leaves.scale, leaves.super_scale)
-    minimum, super_minimum = _scales(xp, leaves.minimum, leaves.super_minimum)
+    scale, super_scale = _scales(leaves.scale, leaves.super_scale, xp)
+    minimum, super_minimum = _scales(leaves.minimum, leaves.super_minimum, xp)
+    if super_scale is not None and super_minimum is not None:
+        shared = math.gcd(super_scale.shape[-1], super_minimum.shape[-1])
+        assert shared == super_scale.shape[-1] == super_minimum.shape[-1], "factors of one length"
+    values = {
+        "super_scale": super_scale,
+        "super_minimum": super_minimum,
+        "scale": scale,
+        "minimum": minimum,
+        "codes": codes,
+    }
+    records = _records(leaves.shape[-1] // leaves.group, values)
+    parts = {
+        name: Part()
+        if value is None
+        else Part(str(value.dtype), value.shape[-1] // records, 4 if name == "codes" else 1)
+        for name, value in values.items()
+    }
+    payload = [
+        _tiled(xp, value, parts[name], records)
+        for name, value in values.items()
+        if value is not None
+    ]
     return PackedArray(
-        _tiled(xp, codes, 4),
-        scale,
-        minimum,
-        super_scale,
-        super_minimum,
+        xp.concatenate(payload, axis=-1),
+        Record(**parts),
         bits=bits,
         zero_point=zero_point,
         group=leaves.group,
         block=block,
         padding=-leaves.shape[-2] % TILE,
     )
+
+
+def _records(groups: int, values: dict[str, Any]) -> int:
+    """Records of a row: one to each factor or else group; or to two, if that aligns its codes."""
+    factors = [v.shape[-1] for k, v in values.items() if "super" in k and v is not None]
+    records = math.gcd(*factors) if factors else groups
+    heads = (v for k, v in values.items() if k != "codes" and v is not None)
+    head_bytes = sum(v.shape[-1] // records * TILE * v.dtype.itemsize for v in heads)
+    return records // 2 if head_bytes % 64 and records % 2 == 0 else records
 
 
 def unpack(array: PackedArray) -> QuantArray:
@@ -185,22 +280,28 @@ def _nibbles(xp: ModuleType, codes: Any, group: int) -> Any:
     return xp.concatenate([halves & 15, halves >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def _tiled(xp: ModuleType, values: Any, unit: int) -> Any:
-    """`[..., R, X]` as `[..., R/16, X/unit, 16 * unit]`; runs of `unit` columns stay together."""
+def _tiled(xp: ModuleType, values: Any, part: Part, records: int) -> Any:
+    """Numbers `[..., R, n]` as bytes `[..., R/16, records, bytes]`, by unit and row."""
     *leading, R, _ = values.shape
     if R % TILE:
         values = xp.pad(values, [(0, 0)] * len(leading) + [(0, -R % TILE), (0, 0)])
-    if xp is np and unit == 4:
-        # One 4-byte item is much quicker to move than four bytes.
-        values, unit = np.ascontiguousarray(values).view(np.uint32), 1
-    tiles = values.reshape(*leading, -1, TILE, values.shape[-1] // unit, unit)
-    moved = xp.ascontiguousarray(tiles.swapaxes(-3, -2)) if xp is np else tiles.swapaxes(-3, -2)
-    flat = moved.reshape(*moved.shape[:-2], TILE * unit)
-    return flat.view(np.uint8) if flat.dtype == np.uint32 else flat
+    unit = part.unit_bytes
+    last: tuple[int, ...] = ()
+    if xp is np:
+        # Items of a unit's bytes are much quicker to move than single bytes.
+        values = np.ascontiguousarray(values).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[unit])
+    else:
+        values, last = jax.lax.bitcast_convert_type(values, jnp.uint8), (unit,)
+    tiles = values.reshape(*leading, -1, TILE, records, part.row_bytes // unit, *last)
+    rows = len(leading) + 1
+    tiles = xp.moveaxis(tiles, rows, rows + 2)
+    flat = xp.ascontiguousarray(tiles) if xp is np else tiles
+    flat = flat.reshape(*flat.shape[: rows + 1], -1)
+    return flat.view(np.uint8) if xp is np else flat
 
 
-def _scales(xp: ModuleType, values: Any, factor: Any) -> tuple[Any, Any]:
-    """Scales (or minima) and their factors, tiled; both None where there are none.
+def _scales(values: Any, factor: Any, xp: ModuleType) -> tuple[Any, Any]:
+    """Scales (or minima) and their factors as they are stored; both None where there are none.
 
     Integers that do not fit a byte are multiplied out to float32.
     """
@@ -212,4 +313,4 @@ def _scales(xp: ModuleType, values: Any, factor: Any) -> tuple[Any, Any]:
         factor = None
     if factor is None and values.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         values = values.astype(xp.float32)
-    return _tiled(xp, values, 1), None if factor is None else _tiled(xp, factor, 1)
+    return values, factor

@@ -6,53 +6,54 @@ namespace stoker::STOKER_ISA {
 
 // One vector of scales; the type is known where this is inlined, so nothing is decided in loops.
 template <Type kType>
-STOKER_INLINE F load_scale(const void* values, int64_t index) {
-  if constexpr (kType == Type::kF32) return load(static_cast<const float*>(values) + index);
-  const uint16_t* half = static_cast<const uint16_t*>(values) + index;
+STOKER_INLINE F load_scale(const uint8_t* p) {
+  if constexpr (kType == Type::kF32) return load(reinterpret_cast<const float*>(p));
+  const uint16_t* half = reinterpret_cast<const uint16_t*>(p);
   if constexpr (kType == Type::kBF16) return load_bf16(half);
   if constexpr (kType == Type::kF16) return load_half(half);
-  if constexpr (kType == Type::kI8) return load_i8(static_cast<const int8_t*>(values) + index);
-  return load_u8(static_cast<const uint8_t*>(values) + index);
+  if constexpr (kType == Type::kI8) return load_i8(reinterpret_cast<const int8_t*>(p));
+  return load_u8(p);
 }
 
-template <Type kType>
-static void expand_type(const Scales& scales, int64_t first_block, int64_t blocks, int64_t repeat,
-                        float* out) {
-  int64_t group = first_block / repeat, used = first_block % repeat;
+// Bytes of one value.
+constexpr int64_t width(Type type) {
+  return type == Type::kF32 ? 4 : type == Type::kBF16 || type == Type::kF16 ? 2 : 1;
+}
+
+// The values of each block, or with kFactor, times the values that are there; `repeat` blocks share
+// one, and a record has `each`.
+template <Type kType, bool kFactor>
+static void expand_type(const uint8_t* values, int64_t record_bytes, int64_t each, int64_t first,
+                        int64_t blocks, int64_t repeat, float* out) {
+  int64_t used = first % repeat, index = first / repeat % each;
+  const uint8_t* record = values + first / repeat / each * record_bytes;
   for (int64_t b = 0; b < blocks; ++b, out += kTile) {
+    const uint8_t* from = record + index * kTile * width(kType);
     for (int lane = 0; lane < kTile; lane += kLanes) {
-      store(out + lane, load_scale<kType>(scales.values, group * kTile + lane));
+      const F value = load_scale<kType>(from + lane * width(kType));
+      store(out + lane, kFactor ? mul(load(out + lane), value) : value);
     }
-    if (++used == repeat) ++group, used = 0;
+    if (++used < repeat) continue;
+    used = 0;
+    if (++index == each) index = 0, record += record_bytes;
   }
 }
 
-template <Type kType>
-static void multiply_super(const Scales& scales, int64_t first_block, int64_t blocks,
-                           int64_t repeat, float* out) {
-  const int64_t each = scales.groups / scales.supers * repeat;  // blocks that share a factor
-  int64_t super = first_block / each, used = first_block % each;
-  for (int64_t b = 0; b < blocks; ++b, out += kTile) {
-    for (int lane = 0; lane < kTile; lane += kLanes) {
-      const F factor = load_scale<kType>(scales.super, super * kTile + lane);
-      store(out + lane, mul(load(out + lane), factor));
-    }
-    if (++used == each) ++super, used = 0;
-  }
-}
-
-static void expand(const Scales& scales, int64_t first_block, int64_t blocks, int64_t repeat,
-                   float* out) {
-  using Fn = void (*)(const Scales&, int64_t, int64_t, int64_t, float*);
-  static constexpr Fn kExpand[] = {expand_type<Type::kF32>, expand_type<Type::kBF16>,
-                                   expand_type<Type::kF16>, expand_type<Type::kI8>,
-                                   expand_type<Type::kU8>};
-  static constexpr Fn kSuper[] = {multiply_super<Type::kF32>, multiply_super<Type::kBF16>,
-                                  multiply_super<Type::kF16>, multiply_super<Type::kI8>,
-                                  multiply_super<Type::kU8>};
-  kExpand[static_cast<int>(scales.type)](scales, first_block, blocks, repeat, out);
-  if (scales.super) {
-    kSuper[static_cast<int>(scales.super_type)](scales, first_block, blocks, repeat, out);
+static void expand(const uint8_t* tile, const Record& record, const Scales& scales, int64_t first,
+                   int64_t blocks, int64_t repeat, float* out) {
+  using Fn = void (*)(const uint8_t*, int64_t, int64_t, int64_t, int64_t, int64_t, float*);
+  static constexpr Fn kExpand[] = {expand_type<Type::kF32, false>, expand_type<Type::kBF16, false>,
+                                   expand_type<Type::kF16, false>, expand_type<Type::kI8, false>,
+                                   expand_type<Type::kU8, false>};
+  static constexpr Fn kFactor[] = {expand_type<Type::kF32, true>, expand_type<Type::kBF16, true>,
+                                   expand_type<Type::kF16, true>, expand_type<Type::kI8, true>,
+                                   expand_type<Type::kU8, true>};
+  kExpand[static_cast<int>(scales.type)](tile + scales.offset, record.bytes, record.each, first,
+                                         blocks, repeat, out);
+  if (scales.factored) {
+    kFactor[static_cast<int>(scales.super_type)](tile + scales.super_offset, record.bytes,
+                                                 record.supers, first, blocks,
+                                                 repeat * (record.each / record.supers), out);
   }
 }
 
@@ -84,6 +85,8 @@ STOKER_INLINE void dot_block(const uint8_t* w, int64_t tile_bytes, const int8_t*
   }
 }
 
+constexpr int64_t kFarApart = 8192;  // outputs in a row
+
 // Sums of kTiles vectors of outputs for kCount rows, kept in registers over all blocks.
 template <int kTiles, int kCount>
 struct Sums {
@@ -103,7 +106,10 @@ struct Sums {
     STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
         const int64_t at = i * kTile + lane;
-        store_n(tiles.out + t * tiles.ld + at, s.total[i][t], width(tiles, at));
+        float* to = tiles.out + t * tiles.ld + at;
+        store_n(to, s.total[i][t], width(tiles, at));
+        // Rows of logits fall on few sets of the caches: their lines must come early.
+        if (kCount > 1 && tiles.ld >= kFarApart) prefetch_to_write(to + kTiles * kTile);
       }
     }
   }
@@ -114,8 +120,9 @@ struct Sums {
   }
 };
 
-template <bool kByte, bool kMinimum, int kTiles, int kCount>
+template <bool kByte, bool kMinimum, bool kHalves, int kTiles, int kCount>
 static void product(const Tiles& tiles) {
+  constexpr Type kType = kHalves ? Type::kF16 : Type::kF32;
   const int64_t block = tiles.block, bytes = block * kTile / (kByte ? 1 : 2);
   for (int lane = 0; lane < kTile; lane += kLanes) {
     Sums<kTiles, kCount> sums;
@@ -124,8 +131,9 @@ static void product(const Tiles& tiles) {
     const int8_t* a = tiles.x.codes;
     const float *unit = tiles.x.scale, *sum = tiles.x.sum;
     const int32_t* init = tiles.x.init;
-    const float *scale = tiles.scale + lane, *minimum = tiles.minimum + lane;
-    for (int64_t b = 0; b < tiles.blocks; ++b) {
+    const uint8_t* scale = tiles.scale + lane * width(kType);
+    const uint8_t* minimum = tiles.minimum + lane * width(kType);
+    for (int64_t b = 0, left = tiles.left; b < tiles.blocks; ++b) {
       I dot[kTiles][kCount];
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
         const I first_value = set1(init[t]);
@@ -138,8 +146,9 @@ static void product(const Tiles& tiles) {
       }
       F s[kTiles], m[kTiles];
       STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
-        s[i] = load(scale + i * tiles.stride * kTile);
-        if constexpr (kMinimum) m[i] = load(minimum + i * tiles.stride * kTile);
+        s[i] = load_scale<kType>(scale + i * tiles.scale_bytes);
+        if constexpr (kMinimum) m[i] = load_scale<kType>(minimum + i * tiles.scale_bytes);
+        if constexpr (kHalves) prefetch(scale + i * tiles.scale_bytes + tiles.ahead);
       }
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
         const F u = set1(unit[t]), all = set1(sum[t]);
@@ -154,8 +163,14 @@ static void product(const Tiles& tiles) {
       unit += kCount;
       sum += kCount;
       init += kCount;
-      scale += kTile;
-      minimum += kTile;
+      scale += kTile * width(kType);
+      minimum += kTile * width(kType);
+      if (--left == 0) {
+        left = tiles.per_record;
+        w += tiles.gap;
+        scale += tiles.scale_gap;
+        minimum += tiles.scale_gap;
+      }
     }
     sums.finish(sums, tiles, lane);
   }
@@ -185,7 +200,7 @@ static void exact(const Tiles& tiles) {
     Sums<kTiles, kCount> sums;
     sums.start(sums, tiles, lane);
     const uint8_t* w = payload + lane * 4;
-    for (int64_t b = 0; b < tiles.blocks; ++b) {
+    for (int64_t b = 0, left = tiles.left; b < tiles.blocks; ++b) {
       const float* a = tiles.x.values + b * block * kCount;
       F part[kTiles][kCount];
       STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
@@ -208,16 +223,18 @@ static void exact(const Tiles& tiles) {
         }
       }
       STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
-        const int64_t at = (i * tiles.stride + b) * kTile + lane;
-        const F s = load(tiles.scale + at);
+        const int64_t at = i * tiles.scale_bytes + (b * kTile + lane) * width(Type::kF32);
+        const F scale = load_scale<Type::kF32>(tiles.scale + at);
         STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
           F& total = sums.total[i][t];
-          total = fma(part[i][t], s, total);
+          total = fma(part[i][t], scale, total);
           if constexpr (kMinimum) {
-            total = fma(load(tiles.minimum + at), set1(tiles.x.sum[b * kCount + t]), total);
+            const F minimum = load_scale<Type::kF32>(tiles.minimum + at);
+            total = fma(minimum, set1(tiles.x.sum[b * kCount + t]), total);
           }
         }
       }
+      if (--left == 0) left = tiles.per_record, w += tiles.gap;
     }
     sums.finish(sums, tiles, lane);
   }

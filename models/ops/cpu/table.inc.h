@@ -8,10 +8,14 @@
 
 namespace stoker::STOKER_ISA {
 
-// The kernels for kByte and kMinimum by number of tiles and rows.
-#define STOKER_TILE_FNS(kernel, byte, minimum)          \
-  {{kernel<byte, minimum, 1, kCounts + 1>...}, {        \
-    kernel<byte, minimum, kProductTiles, kCounts + 1>...}}
+// A kernel's instances for what the flags say, by number of tiles and rows.
+#define STOKER_TILE_FNS(kernel, ...)              \
+  {{kernel<__VA_ARGS__, 1, kCounts + 1>...}, {    \
+    kernel<__VA_ARGS__, kProductTiles, kCounts + 1>...}}
+// Without and with scales that are halves.
+#define STOKER_PRODUCTS(byte, minimum)                 \
+  {STOKER_TILE_FNS(product, byte, minimum, false),     \
+   STOKER_TILE_FNS(product, byte, minimum, kReadsHalves)}
 
 template <int... kCounts>
 static Kernels make_table(std::integer_sequence<int, kCounts...>) {
@@ -20,9 +24,10 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
       quantize,
       interleave,
       expand,
+      kReadsHalves,
       kProductTiles,
-      {{STOKER_TILE_FNS(product, false, false), STOKER_TILE_FNS(product, false, true)},
-       {STOKER_TILE_FNS(product, true, false), STOKER_TILE_FNS(product, true, true)}},
+      {{STOKER_PRODUCTS(false, false), STOKER_PRODUCTS(false, true)},
+       {STOKER_PRODUCTS(true, false), STOKER_PRODUCTS(true, true)}},
       {{STOKER_TILE_FNS(exact, false, false), STOKER_TILE_FNS(exact, false, true)},
        {STOKER_TILE_FNS(exact, true, false), STOKER_TILE_FNS(exact, true, true)}},
       {{dense<float, kCounts + 1>...},

@@ -3,6 +3,7 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 8;
 constexpr int kProductTiles = 1;  // tiles whose sums fit the registers at once
+constexpr bool kReadsHalves = true;
 constexpr int kScoreRows = 6;
 constexpr int kScoreVectors = 2;
 // dot4 takes 8-bit codes less 128: a product of two pairs of bytes must fit 16 bits.
@@ -17,6 +18,9 @@ STOKER_INLINE I first(int64_t n) {
 // As assembly, since GCC drops a function that does nothing but __builtin_prefetch.
 STOKER_INLINE void prefetch(const void* p) {
   asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+}
+STOKER_INLINE void prefetch_to_write(const void* p) {
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
 }
 STOKER_INLINE F zero() { return _mm256_setzero_ps(); }
 STOKER_INLINE F set1(float x) { return _mm256_set1_ps(x); }
@@ -66,6 +70,49 @@ STOKER_INLINE I to_int(F x) { return _mm256_cvtps_epi32(x); }
 STOKER_INLINE void store_int8(int8_t* p, I x) {
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+STOKER_INLINE void store_quads(int8_t* p, const I* x) {
+  const I words[2] = {_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3])};
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_packs_epi16(words[0], words[1]));
+}
+STOKER_INLINE F as_float(I x) { return _mm256_castsi256_ps(x); }
+STOKER_INLINE I as_int(F x) { return _mm256_castps_si256(x); }
+STOKER_INLINE I mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
+STOKER_INLINE I max(I a, I b) { return _mm256_max_epi32(a, b); }
+STOKER_INLINE I load_n(const int32_t* p, int64_t n) { return _mm256_maskload_epi32(p, first(n)); }
+STOKER_INLINE void store_n(int32_t* p, I x, int64_t n) { _mm256_maskstore_epi32(p, first(n), x); }
+STOKER_INLINE I and_bits(I a, I b) { return _mm256_and_si256(a, b); }
+STOKER_INLINE I or_bits(I a, I b) { return _mm256_or_si256(a, b); }
+STOKER_INLINE I high_words(I x) { return _mm256_srli_epi32(x, 16); }
+STOKER_INLINE I where_nan(I bits, I x, I other) {
+  const F number = as_float(bits);
+  const F mask = _mm256_cmp_ps(number, number, _CMP_UNORD_Q);
+  return as_int(_mm256_blendv_ps(as_float(other), as_float(x), mask));
+}
+STOKER_INLINE void store_low_words_n(uint16_t* p, I x, int64_t n) {
+  const __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+  uint16_t words[8];
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(words), _mm_packus_epi32(low, high));
+  std::memcpy(p, words, static_cast<size_t>(n) * sizeof(uint16_t));
+}
+template <typename Op>
+STOKER_INLINE void reduce4(const I* x, int32_t* out, const Op& op) {
+  const I low = op(_mm256_unpacklo_epi32(x[0], x[1]), _mm256_unpackhi_epi32(x[0], x[1]));
+  const I high = op(_mm256_unpacklo_epi32(x[2], x[3]), _mm256_unpackhi_epi32(x[2], x[3]));
+  I all = op(_mm256_unpacklo_epi64(low, high), _mm256_unpackhi_epi64(low, high));
+  all = op(all, _mm256_permute2x128_si256(all, all, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(all));
+}
+STOKER_INLINE void reduce_add4(const I* x, int32_t* out) {
+  reduce4(x, out, [](auto a, auto b) { return add(a, b); });
+}
+STOKER_INLINE void reduce_max4(const I* x, int32_t* out) {
+  reduce4(x, out, [](auto a, auto b) { return max(a, b); });
+}
+STOKER_INLINE int32_t reduce_max(I x) {
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 STOKER_INLINE int32_t reduce_add(I x) {
   __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));

@@ -3,6 +3,7 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 16;
 constexpr int kProductTiles = 2;  // tiles whose sums fit the registers at once
+constexpr bool kReadsHalves = true;  // the conversion costs nothing beside the products
 constexpr int kScoreRows = 6;  // register block of attention: rows by vectors of keys or values
 constexpr int kScoreVectors = 4;
 constexpr int kByteBias = 0;
@@ -13,6 +14,9 @@ STOKER_INLINE __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << 
 // As assembly, since GCC drops a function that does nothing but __builtin_prefetch.
 STOKER_INLINE void prefetch(const void* p) {
   asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+}
+STOKER_INLINE void prefetch_to_write(const void* p) {
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
 }
 STOKER_INLINE F zero() { return _mm512_setzero_ps(); }
 STOKER_INLINE F set1(float x) { return _mm512_set1_ps(x); }
@@ -61,7 +65,50 @@ STOKER_INLINE I to_int(F x) { return _mm512_cvtps_epi32(x); }
 STOKER_INLINE void store_int8(int8_t* p, I x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x));
 }
+// Four signed bytes from each of four vectors' lanes 0..3, then from lanes 4..7, and so on.
+STOKER_INLINE void store_quads(int8_t* p, const I* x) {
+  const I words[2] = {_mm512_packs_epi32(x[0], x[1]), _mm512_packs_epi32(x[2], x[3])};
+  _mm512_storeu_si512(p, _mm512_packs_epi16(words[0], words[1]));
+}
+STOKER_INLINE F as_float(I x) { return _mm512_castsi512_ps(x); }
+STOKER_INLINE I as_int(F x) { return _mm512_castps_si512(x); }
+STOKER_INLINE I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+STOKER_INLINE I max(I a, I b) { return _mm512_max_epi32(a, b); }
+STOKER_INLINE I load_n(const int32_t* p, int64_t n) {
+  return _mm512_maskz_loadu_epi32(first(n), p);
+}
+STOKER_INLINE void store_n(int32_t* p, I x, int64_t n) {
+  _mm512_mask_storeu_epi32(p, first(n), x);
+}
+STOKER_INLINE I and_bits(I a, I b) { return _mm512_and_si512(a, b); }
+STOKER_INLINE I or_bits(I a, I b) { return _mm512_or_si512(a, b); }
+STOKER_INLINE I high_words(I x) { return _mm512_srli_epi32(x, 16); }
+// x where `bits` are those of a NaN, else other.
+STOKER_INLINE I where_nan(I bits, I x, I other) {
+  const F number = as_float(bits);
+  return _mm512_mask_mov_epi32(other, _mm512_cmp_ps_mask(number, number, _CMP_UNORD_Q), x);
+}
+STOKER_INLINE void store_low_words_n(uint16_t* p, I x, int64_t n) {
+  _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtepi32_epi16(x));
+}
 STOKER_INLINE int32_t reduce_add(I x) { return _mm512_reduce_add_epi32(x); }
+STOKER_INLINE int32_t reduce_max(I x) { return _mm512_reduce_max_epi32(x); }
+// Sums or maxima over the lanes of four vectors at once.
+template <typename Op>
+STOKER_INLINE void reduce4(const I* x, int32_t* out, const Op& op) {
+  const I low = op(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+  const I high = op(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+  I all = op(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+  all = op(all, _mm512_shuffle_i32x4(all, all, 0x4e));
+  all = op(all, _mm512_shuffle_i32x4(all, all, 0xb1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(all));
+}
+STOKER_INLINE void reduce_add4(const I* x, int32_t* out) {
+  reduce4(x, out, [](auto a, auto b) { return add(a, b); });
+}
+STOKER_INLINE void reduce_max4(const I* x, int32_t* out) {
+  reduce4(x, out, [](auto a, auto b) { return max(a, b); });
+}
 // acc + four unsigned bytes of each lane of w times the four signed bytes at a.
 template <bool kSmall>
 STOKER_INLINE I dot4(I acc, I w, const int8_t* a) {

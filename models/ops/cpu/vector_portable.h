@@ -4,6 +4,7 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 4;
 constexpr int kProductTiles = 1;  // tiles whose sums fit the registers at once
+constexpr bool kReadsHalves = false;  // a conversion takes several steps
 constexpr int kScoreRows = 4;
 constexpr int kScoreVectors = 2;
 constexpr int kByteBias = 0;
@@ -14,6 +15,7 @@ typedef int16_t W __attribute__((vector_size(16)));
 typedef uint16_t UW __attribute__((vector_size(16)));
 
 STOKER_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+STOKER_INLINE void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 STOKER_INLINE F set1(float x) { return F{x, x, x, x}; }
 STOKER_INLINE I set1(int32_t x) { return I{x, x, x, x}; }
 STOKER_INLINE F zero() { return set1(0.0f); }
@@ -60,9 +62,36 @@ STOKER_INLINE I load_bytes(const uint8_t* p) {
 STOKER_INLINE I low_nibbles(I x) { return x & set1(0x0f0f0f0f); }
 STOKER_INLINE I high_nibbles(I x) { return (x >> 4) & set1(0x0f0f0f0f); }
 STOKER_INLINE I byte_of_lane(I x, int j) { return (x >> (8 * j)) & set1(255); }
-STOKER_INLINE I add(I a, I b) { return a + b; }
+STOKER_INLINE I add(I a, I b) { return I(U(a) + U(b)); }
 STOKER_INLINE void store_int8(int8_t* p, I x) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(std::clamp(x[i], -128, 127));
+}
+STOKER_INLINE void store_quads(int8_t* p, const I* x) {
+  for (int i = 0; i < 4; ++i) store_int8(p + 4 * i, x[i]);
+}
+STOKER_INLINE F as_float(I x) { return F(x); }
+STOKER_INLINE I as_int(F x) { return I(x); }
+STOKER_INLINE I mul(I a, I b) { return a * b; }
+STOKER_INLINE I max(I a, I b) { return I(blend(a > b, F(a), F(b))); }
+STOKER_INLINE I load_n(const int32_t* p, int64_t n) {
+  I x = set1(0);
+  std::memcpy(&x, p, static_cast<size_t>(n) * sizeof(int32_t));
+  return x;
+}
+STOKER_INLINE void store_n(int32_t* p, I x, int64_t n) {
+  std::memcpy(p, &x, static_cast<size_t>(n) * sizeof(int32_t));
+}
+STOKER_INLINE I and_bits(I a, I b) { return a & b; }
+STOKER_INLINE I or_bits(I a, I b) { return a | b; }
+STOKER_INLINE I high_words(I x) { return I(U(x) >> 16); }
+STOKER_INLINE I where_nan(I bits, I x, I other) {
+  return I(blend((bits & set1(0x7fffffff)) > set1(0x7f800000), F(x), F(other)));
+}
+STOKER_INLINE void store_low_words_n(uint16_t* p, I x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) p[i] = static_cast<uint16_t>(x[i]);
+}
+STOKER_INLINE int32_t reduce_max(I x) {
+  return std::max(std::max(x[0], x[2]), std::max(x[1], x[3]));
 }
 STOKER_INLINE int32_t reduce_add(I x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 // Even and odd bytes apart: 255 * 127 fits the 16 bits of each product.
@@ -76,6 +105,12 @@ STOKER_INLINE I dot4(I acc, I w, const int8_t* a) {
   const U odd = U(W(odd_w) * W(set1(static_cast<int32_t>(odd_a))));
   const I low = (I(even << 16) >> 16) + (I(odd << 16) >> 16);
   return acc + low + (I(even) >> 16) + (I(odd) >> 16);
+}
+STOKER_INLINE void reduce_add4(const I* x, int32_t* out) {
+  for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
+}
+STOKER_INLINE void reduce_max4(const I* x, int32_t* out) {
+  for (int i = 0; i < 4; ++i) out[i] = reduce_max(x[i]);
 }
 
 // Half precision: exponents are rebased, subnormals counted in units of 2^-24 (XLA's threads flush

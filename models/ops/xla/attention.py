@@ -34,8 +34,8 @@ def attention(
       q: `[T, N, H]`, rotated.
       k: `[T, K, H]`, rotated.
       v: `[T, K, H]`.
-      k_pages: `[P, Z, K, H]`; donate it, and it is updated in place.
-      v_pages: `[P, Z, K, H]`, likewise.
+      k_pages: `[P, K, H, Z]`; donate it, and it is updated in place.
+      v_pages: `[P, K, Z, H]`, likewise.
       layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
         output is NaN.
       scale: factor on the scores, usually H ** -0.5.
@@ -44,7 +44,7 @@ def attention(
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
     T, N, H = q.shape
-    Z, K = k_pages.shape[1:3]
+    K, Z = v_pages.shape[1:3]
     S, M = layout.page_table.shape
     Q, G = layout.max_query, N // K
     slot, position = layout.rows(T)
@@ -53,8 +53,8 @@ def attention(
     live = (position >= 0) & ~full
     page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
     offset = jnp.where(live, position % Z, 0)
-    k_pages = k_pages.at[page, offset].set(k.astype(k_pages.dtype))
-    v_pages = v_pages.at[page, offset].set(v.astype(v_pages.dtype))
+    k_pages = k_pages.at[page, :, :, offset].set(k.astype(k_pages.dtype))
+    v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype))
 
     start = layout.query_start[:-1]
     row = jnp.minimum(start[:, None] + jnp.arange(Q), T - 1)
@@ -67,13 +67,15 @@ def attention(
     def block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         peak, total, weighted = carry
         ids = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-        keys = k_pages[ids].reshape(S, pages * Z, K, H).astype(jnp.float32)
-        values = v_pages[ids].reshape(S, pages * Z, K, H).astype(jnp.float32)
+        keys = k_pages[ids].transpose(0, 1, 4, 2, 3).reshape(S, pages * Z, K, H)
+        values = v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H).astype(jnp.float32)
         key_position = index * pages * Z + jnp.arange(pages * Z)
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         stale = key_position >= layout.kv_lens[:, None]
         values = jnp.where(stale[:, :, None, None], 0, values)
-        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys, precision=_EXACT)
+        scores = jnp.einsum(
+            "sqkgh,sckh->sqkgc", queries, keys.astype(jnp.float32), precision=_EXACT
+        )
         seen = key_position <= query_position[..., None]
         scores = jnp.where(seen[:, :, None, None, :], scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))

@@ -18,6 +18,11 @@ assert LIBRARY is not None, cpu.why_unavailable()
 ISAS = LIBRARY.isas
 
 
+# Axes that turn key and value pages [P, Z, K, H] into what the kernels take, and back.
+FROM_TOKENS = (0, 2, 3, 1), (0, 2, 1, 3)
+TO_TOKENS = (0, 3, 1, 2), (0, 2, 1, 3)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Rows and context of each slot, and the sizes of heads and pages."""
@@ -35,15 +40,15 @@ class Case:
 
 
 CASES = {
-    "one_token": Case((1,), (1,), N=2, K=1, H=8, Z=4),
+    "one_token": Case((1,), (1,), N=2, K=1, H=8),
     "decode": Case((1, 1, 1), (5, 300, 1000), N=9, K=3, H=64),
     "empty_slot": Case((1, 0, 7), (5, 99999, 300)),
     "mixed": Case((50, 1), (600, 20), N=9, K=3, H=64),
-    "window": Case((50, 1), (600, 20), N=4, K=4, H=80, Z=7, window=16),
-    "wide_window_and_cap": Case((50, 3), (600, 520), N=4, K=2, H=20, Z=7, window=270, softcap=3.0),
+    "window": Case((50, 1), (600, 20), N=4, K=4, H=80, Z=48, window=16),
+    "wide_window_and_cap": Case((50, 3), (600, 520), N=4, K=2, H=20, Z=64, window=270, softcap=3.0),
     "bfloat16_pages": Case((30, 1), (300, 40), N=16, K=1, H=128, Z=32, dtype="bfloat16"),
     "widest_head": Case((2,), (30,), N=2, K=1, H=512),
-    "odd_head": Case((9,), (70,), N=3, K=3, H=13, Z=5),
+    "odd_head": Case((9,), (70,), N=3, K=3, H=13),
 }
 
 
@@ -72,7 +77,10 @@ def inputs(case: Case, seed: int = 0) -> tuple[tuple[jax.Array, ...], Layout]:
         jnp.asarray(table),
         max(case.rows),
     )
-    k_pages, v_pages = (jnp.asarray(part, case.dtype) for part in pages)
+    k_pages, v_pages = (
+        jnp.asarray(part.transpose(axes), case.dtype)
+        for part, axes in zip(pages, FROM_TOKENS, strict=True)
+    )
     k, v = (np.asarray(jnp.asarray(part, case.dtype), np.float32) for part in (k, v))
     return (jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), k_pages, v_pages), layout
 
@@ -81,7 +89,8 @@ def expected(
     case: Case, arrays: tuple[jax.Array, ...], layout: Layout
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Output and pages, a row at a time in float64."""
-    q, k, v, k_pages, v_pages = (np.array(x, np.float64) for x in arrays)
+    q, k, v, *pages = (np.array(x, np.float64) for x in arrays)
+    k_pages, v_pages = (part.transpose(to) for part, to in zip(pages, TO_TOKENS, strict=True))
     start, table = np.asarray(layout.query_start), np.asarray(layout.page_table)
     out = np.zeros(q.shape)
     for s, (n, length) in enumerate(zip(case.rows, case.lens, strict=True)):
@@ -100,7 +109,7 @@ def expected(
                     scores = case.softcap * np.tanh(scores / case.softcap)
                 weights = np.exp(scores - scores.max())
                 out[start[s] + i, head] = weights @ v_pages[cells][:, kv] / weights.sum()
-    return out, k_pages, v_pages
+    return out, *(x.transpose(to) for x, to in zip((k_pages, v_pages), FROM_TOKENS, strict=True))
 
 
 def run(
@@ -262,8 +271,12 @@ def test_wrong_arguments_are_named() -> None:
     (q, k, v, k_pages, v_pages), layout = inputs(case)
     with pytest.raises(StokerError, match=r"v of shape \[5, 2, 16\]"):
         run(case, (q, k, v[:-1], k_pages, v_pages), layout)
-    with pytest.raises(StokerError, match=r"k_pages of shape \[2, 8\]"):
-        run(case, (q, k, v, k_pages[..., :8], v_pages), layout)
+    with pytest.raises(StokerError, match=r"k_pages of shape \[5, 2, 8, 16\]"):
+        run(case, (q, k, v, k_pages[:, :, :8], v_pages), layout)
+    with pytest.raises(StokerError, match=r"v_pages of shape \[5, 2, 16, 8\]"):
+        run(case, (q, k, v, k_pages, v_pages[..., :8]), layout)
+    with pytest.raises(StokerError, match=r"pages of 8 tokens.* multiples of 16"):
+        run(case, (q, k, v, k_pages[..., :8], v_pages[:, :, :8]), layout)
     with pytest.raises(StokerError, match="pages of float16"):
         run(case, (q, k, v, k_pages.astype("float16"), v_pages.astype("float16")), layout)
     with pytest.raises(StokerError, match=r"layout.kv_lens is float32"):

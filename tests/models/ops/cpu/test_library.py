@@ -50,10 +50,10 @@ np.testing.assert_allclose(summed(x, packed), want, atol=1e-5 * np.abs(want).max
 
 q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(5, n, 16)), jnp.float32)
            for i, n in enumerate((8, 4, 4)))
-pages = jnp.zeros((3, 16, 4, 16))
+pages = jnp.zeros((3, 4, 16, 16))
 layout = Layout(*(jnp.asarray(a, jnp.int32) for a in ([0, 5], [5], [[1, 2]])), 5)
 attend = lambda *a: cpu.attention(*a, scale=0.25)
-heads, cells = P(None, "tensor"), P(None, None, "tensor")
+heads, cells = P(None, "tensor"), P(None, "tensor")
 sharded = shard((heads, heads, heads, cells, cells, P()), (heads, cells, cells))(attend)
 for got, want in zip(sharded(q, k, v, pages, pages, layout), attend(q, k, v, pages, pages, layout)):
     np.testing.assert_array_equal(got, want)

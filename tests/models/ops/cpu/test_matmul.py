@@ -210,30 +210,40 @@ def test_wrong_arguments_are_named() -> None:
         cpu.matmul(jnp.zeros((1, 96)), packed, activations="int4")
     with pytest.raises(StokerError, match="'sse9' is not among best, portable"):
         cpu.matmul(jnp.zeros((1, 96)), packed, isa="sse9")
-    torn = packed.replace(scale=packed.scale[:, :2])
-    with pytest.raises(StokerError, match="whole groups of 32 columns"):
-        cpu.matmul(jnp.zeros((1, 96)), torn)
+    with pytest.raises(StokerError, match=r"\[16, 96\] has records of 4 bits to a code, not 8"):
+        cpu.matmul(jnp.zeros((1, 96)), packed.replace(bits=8))
 
 
-GOOD = {"x": (2, 96), "payload": (1, 12, 64), "scale": (1, 3, 16), "scratch": 1000}
+# Three records of 32 columns: sixteen halves, then codes of 4 bits.
+GOOD = {"x": (2, 96), "payload": (1, 3, 288), "scratch": 1000}
+NONE = (-1, -1, -1)
 
 
 @pytest.mark.parametrize(
     ("change", "fields"),
     [
-        ({}, (4, 32, 32, 8, 1)),  # claims a minimum that is not there
-        ({}, (5, 32, 32, 8, 0)),
-        ({}, (4, 0, 32, 8, 0)),
-        ({}, (4, 32, 0, 8, 0)),
-        ({}, (4, 32, 12, 8, 0)),
-        ({}, (4, 32, 32, 999, 0)),
-        ({}, (8, 32, 32, 8, 0)),
-        ({}, (0, 0, 0, 0, 0)),
-        ({"payload": (1, 11, 64)}, (4, 32, 32, 8, 0)),
-        ({"scale": (1, 2, 16)}, (4, 32, 32, 8, 0)),
-        ({"x": (2, 64)}, (4, 32, 32, 8, 0)),
-        ({"x": (2, 3, 96)}, (4, 32, 32, 8, 0)),
-        ({"scratch": 100}, (4, 32, 32, 8, 0)),
+        ({}, (4, 32, 32, 8, 1, 1, 2, 2, -1, -1)),  # claims a minimum that is not there
+        ({}, (4, 32, 32, 8, 1, 1, 2, -1, 2, -1)),  # or a factor
+        ({}, (4, 32, 32, 8, 1, 1, -1, 2, -1, -1)),  # no scale
+        ({}, (4, 32, 32, 8, 1, 1, 9, *NONE)),
+        ({}, (5, 32, 32, 8, 1, 1, 2, *NONE)),
+        ({}, (4, 0, 32, 8, 1, 1, 2, *NONE)),
+        ({}, (4, 32, 0, 8, 1, 1, 2, *NONE)),
+        ({}, (4, 32, 12, 8, 1, 1, 2, *NONE)),
+        ({}, (4, 32, 32, 999, 1, 1, 2, *NONE)),
+        ({}, (8, 32, 32, 8, 1, 1, 2, *NONE)),
+        ({}, (4, 32, 32, 8, 0, 1, 2, *NONE)),
+        ({}, (4, 32, 32, 8, 2, 1, 2, *NONE)),
+        ({}, (4, 32, 32, 8, 1, 0, 2, *NONE)),
+        ({}, (4, 32, 32, 8, 1, 2, 2, *NONE)),
+        ({}, (4, 1 << 60, 32, 8, 96, 1, 2, *NONE)),
+        ({}, (0,) * 10),
+        ({}, (4, 32, 32, 8)),
+        ({"payload": (1, 2, 288)}, (4, 32, 32, 8, 1, 1, 2, *NONE)),
+        ({"payload": (1, 3, 287)}, (4, 32, 32, 8, 1, 1, 2, *NONE)),
+        ({"x": (2, 64)}, (4, 32, 32, 8, 1, 1, 2, *NONE)),
+        ({"x": (2, 3, 96)}, (4, 32, 32, 8, 1, 1, 2, *NONE)),
+        ({"scratch": 100}, (4, 32, 32, 8, 1, 1, 2, *NONE)),
     ],
 )
 def test_handler_refuses_what_python_would_not_send(
@@ -251,7 +261,6 @@ def test_handler_refuses_what_python_would_not_send(
                 jnp.zeros(shapes["x"]),
                 jnp.zeros(shapes["x"]),
                 jnp.zeros(shapes["payload"], jnp.uint8),
-                jnp.zeros(shapes["scale"], jnp.float16),
                 weights=np.array(fields, np.int64),
                 before=np.int64(0),
                 eps=np.float32(0),

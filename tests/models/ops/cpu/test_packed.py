@@ -52,6 +52,14 @@ def test_leading_axes_are_kept() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["q4_1", "q4_k"])
+def test_is_one_array_whose_codes_are_aligned(name: str) -> None:
+    packed = cpu.pack(random_quant(name, 16))
+    (payload,) = jax.tree.leaves(packed)
+    assert payload.dtype == np.uint8
+    assert payload.shape[-1] % 64 == 0
+
+
 def test_odd_groups_are_refused_by_name() -> None:
     array = QuantArray(np.zeros((16, 12), np.int8), np.ones((16, 2), np.float32), group=6)
     assert not cpu.can_pack(array)
