@@ -10,20 +10,33 @@ from .family import Family
 from .llama import LLAMA
 from .qwen2 import QWEN2
 
-__all__ = ["FAMILIES", "Family", "family_for"]
+__all__ = ["ALL", "FAMILIES", "Family", "family_for", "family_of_type"]
 
+ALL: tuple[Family, ...] = (LLAMA, QWEN2)
 #: By the architecture that GGUF files state.
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(
-    {family.architecture: family for family in (LLAMA, QWEN2)}
+    {family.architecture: family for family in ALL if family.architecture}
+)
+#: By the `model_type` of `config.json`.
+_TYPES: Mapping[str, Family] = types.MappingProxyType(
+    {name: family for family in ALL for name in family.model_types}
 )
 
 
 def family_for(architecture: object) -> Family:
     """The family of a GGUF `general.architecture`; `StokerError` names an unknown one."""
-    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    return _known("general.architecture", architecture, FAMILIES)
+
+
+def family_of_type(model_type: object) -> Family:
+    """The family of a `model_type` in `config.json`; `StokerError` names an unknown one."""
+    return _known("model_type", model_type, _TYPES)
+
+
+def _known(key: str, name: object, families: Mapping[str, Family]) -> Family:
+    family = families.get(name) if isinstance(name, str) else None
     if family is None:
         raise StokerError(
-            f"general.architecture is {architecture!r:.60}, which is not supported; give a model "
-            f"of {', '.join(FAMILIES)}"
+            f"{key} is {name!r:.60}, which is not supported; give a model of {', '.join(families)}"
         )
     return family

@@ -4,7 +4,7 @@
 """
 
 from .dispatch import attention, embed, gated_matmul, matmul, products
-from .elementwise import rotary_tables
+from .elementwise import rms_norm, rotary_tables, softcap
 from .layout import Layout
 
 __all__ = [
@@ -14,5 +14,7 @@ __all__ = [
     "gated_matmul",
     "matmul",
     "products",
+    "rms_norm",
     "rotary_tables",
+    "softcap",
 ]

@@ -93,6 +93,8 @@ def attention(
     *,
     turn: tuple[jax.Array, jax.Array],
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates q and k, appends keys and values to the pages, and attends causally over live pages.
 
@@ -100,6 +102,14 @@ def attention(
     yet, and `turn`: cosines and sines `[T, dims/2]` from `rotary_tables`.
     """
     if kernels.platform == "cpu":
-        return cpu.attention(q, k, v, k_pages, v_pages, layout, turn=turn, scale=scale)
+        return cpu.attention(
+            *(q, k, v, k_pages, v_pages, layout),
+            turn=turn,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
     q, k = rotate(q, *turn), rotate(k, *turn)
-    return xla.attention(q, k, v, k_pages, v_pages, layout, scale=scale)
+    return xla.attention(
+        q, k, v, k_pages, v_pages, layout, scale=scale, window=window, softcap=softcap
+    )
