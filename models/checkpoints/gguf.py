@@ -65,8 +65,8 @@ def _only_model(folder: pathlib.Path) -> pathlib.Path:
         models.setdefault(f"{match['stem']}-of-{match['count']}" if match else file.name, file)
     if not models:
         raise StokerError(
-            f"'{folder}' holds no .gguf file and no model.safetensors; give a GGUF file, its folder "
-            "or a folder of safetensors files"
+            f"'{folder}' holds no .gguf file and no model.safetensors; give a GGUF file, or a "
+            "folder with one of the two"
         )
     if len(models) > 1:
         names = ", ".join(file.name for file in list(models.values())[:4])

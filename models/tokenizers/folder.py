@@ -28,9 +28,10 @@ def tokenizer_from_folder(folder: pathlib.Path) -> Tokenizer:
     """Builds the tokenizer of a model folder.
 
     - `tokenizer.json`, or without it `tokenizer.model` (SentencePiece BPE), has the tokens.
-    - `tokenizer_config.json` has the begin and end tokens, whether `encode` adds them (else the
-      post-processor of `tokenizer.json` decides) and a chat template, before which goes
-      `chat_template.jinja`.
+    - `tokenizer_config.json` has the begin and end tokens and a chat template, before which goes
+      `chat_template.jinja`. Whether `encode` adds begin and end tokens is for the post-processor
+      of `tokenizer.json` to say (as in transformers from version 5 on); for `tokenizer.model`,
+      which has none, the settings do.
     - A reply ends at the end tokens of `tokenizer_config.json`, `config.json` and
       `generation_config.json` together.
 
@@ -56,9 +57,16 @@ def _fast(folder: pathlib.Path, settings: Mapping[str, Any]) -> Tokenizer:
         source = json.dumps(values)
     engine = engine_of(source)
     tokens, types = read_pieces(values, engine)
-    template = engine.encode("", add_special_tokens=True).ids
-    vocabulary = _vocabulary(folder, settings, tokens, types, template)
+    vocabulary = _vocabulary(folder, settings, tokens, types, _surroundings(engine))
     return FastTokenizer(source, values, vocabulary)
+
+
+def _surroundings(engine: Any) -> list[list[int]]:
+    """The special tokens that the post-processor puts before and after a text."""
+    plain, whole = (engine.encode("a", add_special_tokens=special).ids for special in (False, True))
+    places = range(len(whole) - len(plain) + 1)
+    start = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
+    return [whole[:start], whole[start + len(plain) :]]
 
 
 def _sentencepiece(folder: pathlib.Path, settings: Mapping[str, Any]) -> Tokenizer:
@@ -90,8 +98,12 @@ def _sentencepiece(folder: pathlib.Path, settings: Mapping[str, Any]) -> Tokeniz
             types += [TokenType.UNUSED] * missing
             scores += [0.0] * missing
             tokens[token_id], types[token_id] = token, TokenType.CONTROL
-    bos = [1] if settings.get("add_bos_token", True) else []
-    vocabulary = _vocabulary(folder, settings, tokens, types, bos)
+    around: list[list[int]] = []
+    for name, spelling, default in (("bos", "<s>", True), ("eos", "</s>", False)):
+        token = _spelling(settings.get(f"{name}_token", spelling))
+        added = settings.get(f"add_{name}_token", default) and token in tokens
+        around.append([tokens.index(token)] if added else [])
+    vocabulary = _vocabulary(folder, settings, tokens, types, around)
     return SpmTokenizer(vocabulary, scores, normalizer.add_dummy_prefix)
 
 
@@ -110,9 +122,9 @@ def _vocabulary(
     settings: Mapping[str, Any],
     tokens: list[str],
     types: list[TokenType],
-    template: list[int],
+    around: list[list[int]],
 ) -> Vocabulary:
-    """The vocabulary; `template` is what the tokenizer's own file puts around an empty text."""
+    """The vocabulary; `around` is what the tokenizer's own file puts before and after a text."""
     ids = {token: i for i, token in enumerate(tokens) if token}
     configs = {name: _optional(folder / name) for name in ("config.json", "generation_config.json")}
     bos_id = ids.get(_spelling(settings.get("bos_token")))
@@ -129,17 +141,13 @@ def _vocabulary(
         bos_id = next(iter(declared["bos"]), None)
     if eos_id is None:
         eos_id = next(iter(declared["eos"]), None)
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        add_bos, add_eos = (bool(settings.get(f"add_{name}_token")) for name in ("bos", "eos"))
-    else:
-        if template and template[0] != eos_id:
-            bos_id = template[0]
-        add_bos, add_eos = bos_id in template[:1], len(template) > 0 and template[-1] == eos_id
-        if len(template) != add_bos + add_eos:
-            raise StokerError(
-                f"{FAST} puts the tokens {template} around a text, which is not supported; give a "
-                "model whose tokenizer adds at most a begin and an end token"
-            )
+    before, after = around
+    bos_id, eos_id = (before or [bos_id])[0], (after or [eos_id])[0]
+    if len(before) > 1 or len(after) > 1:
+        raise StokerError(
+            f"{FAST} puts the tokens {before} and {after} around a text, which is not supported; "
+            "give a model whose tokenizer adds at most a begin and an end token"
+        )
     stop_ids = {eos_id, *declared["eos"]} - {None}
     return Vocabulary(
         tokens=tuple(tokens),
@@ -147,8 +155,8 @@ def _vocabulary(
         bos_id=bos_id,
         eos_id=eos_id,
         stop_ids=frozenset(i for i in stop_ids if i is not None),
-        add_bos=add_bos and bos_id is not None,
-        add_eos=add_eos and eos_id is not None,
+        add_bos=bool(before),
+        add_eos=bool(after),
         chat_template=_chat_template(folder, settings),
     )
 

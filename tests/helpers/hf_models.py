@@ -74,8 +74,11 @@ def write_tokenizer(folder: pathlib.Path, size: int) -> None:
         show_progress=False,
     )
     engine.train_from_iterator(["the theme of the other anthem"], trainer)
+    engine.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
     engine.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "add_bos_token": True}
+    settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

@@ -119,21 +119,28 @@ def test_begin_and_end_tokens(tmp_path):
     engine = trained("bytes")
     plain = engine.encode("w").ids
     assert built(engine, tmp_path).encode("w") == plain
-    assert built(engine, tmp_path, add_bos_token=True).encode("w") == [0, *plain]
-    both = {"add_bos_token": True, "add_eos_token": True}
-    assert built(engine, tmp_path, **both).encode("w") == [0, *plain, 1]
     engine.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
     tokenizer = built(engine, tmp_path)
     assert tokenizer.encode("w") == [0, *plain] and tokenizer.add_bos and not tokenizer.add_eos
     assert tokenizer.encode("w", add_special=False) == plain
-    # What the settings say goes before the post-processor, as in transformers.
-    assert built(engine, tmp_path, add_bos_token=False).encode("w") == plain
+    # As in transformers, from its version 5 on: the file knows, whatever the settings say.
+    assert built(engine, tmp_path, add_bos_token=False).encode("w") == [0, *plain]
+    engine.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert built(engine, tmp_path).encode("w") == [0, *plain, 1]
+    same = {"bos_token": "</s>", "eos_token": "</s>"}
+    engine.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 1)]
+    )
+    tokenizer = built(engine, tmp_path, **same)
+    assert tokenizer.encode("w") == [1, *plain] and tokenizer.stop_ids == {1}
     engine.post_processor = processors.TemplateProcessing(
         single="<s> <s> $A", special_tokens=[("<s>", 0)]
     )
-    with pytest.raises(StokerError, match=r"puts the tokens \[0, 0\] around"):
+    with pytest.raises(StokerError, match=r"puts the tokens \[0, 0\] and \[\] around"):
         built(engine, tmp_path)
 
 
