@@ -61,7 +61,7 @@ class Session:
         if not chunks or min(chunks) < 1:
             raise StokerError(f"chunk sizes {list(chunks)}: at least one is needed, each positive")
         self.params = params
-        self.config = config
+        self.config = config = config.for_context(context)
         self.context = context
         self.programs = Programs(config)
         self.reused = 0

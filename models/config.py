@@ -118,6 +118,11 @@ class LayerKind:
             raise StokerError(f"rope '{self.rope}' is not known; supported: {', '.join(ROPES)}")
 
 
+def plain_kinds(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """`kinds`, or nothing where no layer is set apart: equal models get equal configurations."""
+    return () if all(kind == LayerKind() for kind in kinds) else kinds
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The architecture of a decoder and the type it computes in.

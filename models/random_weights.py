@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import configs
-from .config import DTYPES, ModelConfig, Rope
+from .config import DTYPES, LayerKind, ModelConfig, Rope
 from .errors import StokerError
 from .ops import cpu
 from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
@@ -60,9 +60,11 @@ def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
     if wrong:
         raise StokerError(f"'{name}' has unknown fields {', '.join(wrong)}")
     try:
-        rope = dict(fields.get("rope", {}))
-        rope["factors"] = tuple(rope.get("factors", ()))
-        config = ModelConfig(**(fields | {"rope": Rope(**rope)}))
+        made: dict[str, Any] = {"rope": _rope(fields.get("rope", {}))}
+        if "local_rope" in fields:
+            made["local_rope"] = _rope(fields["local_rope"])
+        made["kinds"] = tuple(LayerKind(**kind) for kind in fields.get("kinds", ()))
+        config = ModelConfig(**(fields | made))
     except (TypeError, ValueError) as error:
         raise StokerError(f"'{name}' is not a whole architecture: {error}") from None
     for field in dataclasses.fields(ModelConfig):
@@ -70,6 +72,11 @@ def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
             value = getattr(config, field.name)
             raise StokerError(f"'{name}': {field.name} is {value!r}; it must be a whole number")
     return config
+
+
+def _rope(fields: dict[str, Any]) -> Rope:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return Rope(**(fields | lists))
 
 
 def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..checkpoints.gguf import GGUFCheckpoint
-from ..config import LayerKind, ModelConfig, Rope
+from ..config import LayerKind, ModelConfig, Rope, plain_kinds
 from ..errors import StokerError
 from ..rotary import yarn_attention_factor, yarn_factors
 from .naming import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
@@ -147,8 +147,7 @@ def model_config(family: Family, checkpoint: GGUFCheckpoint) -> ModelConfig:
     fields["rope"] = _rope(keys, head_dim, positions)
     fields |= family.traits
     fields |= family.from_keys(keys, fields)
-    if "kinds" not in fields:
-        fields["kinds"] = window_kinds(keys, fields, period=1)
+    fields["kinds"] = plain_kinds(fields.get("kinds") or window_kinds(keys, fields, period=1))
     keys.check_neutral()
     return ModelConfig(**fields)
 
@@ -156,12 +155,10 @@ def model_config(family: Family, checkpoint: GGUFCheckpoint) -> ModelConfig:
 def window_kinds(keys: Keys, fields: Mapping[str, Any], period: int) -> tuple[LayerKind, ...]:
     """The window of `attention.sliding_window` on every layer but each `period`-th.
 
-    With a period of 1 every layer has it. A window that the longest context does not reach is none,
-    and `()` stands for no window at all.
+    With a period of 1 every layer has it. One that the longest context does not reach is none.
     """
     window = keys.integer("attention.sliding_window", 0)
-    if not 0 < window < fields["max_positions"]:
-        return ()
+    window = window if window < fields["max_positions"] else 0
     slides = (period == 1 or (layer + 1) % period for layer in range(fields["n_layers"]))
     return tuple(LayerKind(window if slide else 0) for slide in slides)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..config import LayerKind, ModelConfig, Rope
+from ..config import LayerKind, ModelConfig, Rope, plain_kinds
 from ..errors import StokerError
 from ..rotary import (
     llama3_factors,
@@ -96,6 +96,13 @@ class ConfigJson:
             raise StokerError(f"{self.where}: '{key}' must list {length} values, not {value!r:.40}")
         return value[:length]
 
+    def unsupported(self, key: str) -> NoReturn:
+        """Raises `StokerError` for the value of a key."""
+        raise StokerError(
+            f"{self.where}: '{key}' is {self.values.get(key)!r:.40}, which is not supported; give "
+            "a model without it"
+        )
+
     def check_rest(self, family: str, harmless: Collection[str] = _HARMLESS) -> None:
         """Raises `StokerError` for a key that nobody asked for and that may change the results."""
         for key, value in self.values.items():
@@ -141,7 +148,6 @@ def model_config(family: Family, json: ConfigJson, tensors: Collection[str]) -> 
         "d_ff": json.integer("intermediate_size"),
         "max_positions": positions,
         "norm_eps": json.number("rms_norm_eps", 1e-6),
-        "activation": activation(json, "hidden_act"),
         **family.hf.presence(tensors, layers),
     }
     # Who says that biases or an own head are there gets told where they are not.
@@ -150,9 +156,12 @@ def model_config(family: Family, json: ConfigJson, tensors: Collection[str]) -> 
     if json.values.get("tie_word_embeddings") is False:
         fields["tied_head"] = False
     fields |= family.traits
+    if "activation" not in fields:
+        fields["activation"] = activation(json, "hidden_act")
     fields |= family.from_json(json, fields)
     if "rope" not in fields:
         fields["rope"] = rope(json, rope_settings(json), fields)
+    fields["kinds"] = plain_kinds(fields.get("kinds", ()))
     json.check_rest(family.name)
     return ModelConfig(**fields)
 
@@ -168,30 +177,26 @@ def activation(json: ConfigJson, key: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def layer_kinds(
-    json: ConfigJson, fields: Mapping[str, Any], window: int, sliding: list[bool]
-) -> tuple[LayerKind, ...]:
-    """A window for the layers that `layer_types` says, or else for those that are `sliding`.
+def sliding_layers(json: ConfigJson, default: list[bool]) -> list[bool]:
+    """Which layers have a window: those that `layer_types` says, or else those of `default`."""
+    if not json.has("layer_types"):
+        return default
+    named = json.items("layer_types", len(default))
+    unknown = [name for name in named if name not in _LAYER_TYPES]
+    if unknown:
+        raise StokerError(
+            f"{json.where}: layer_types has {unknown[0]!r:.40}, which is not supported; give a "
+            f"model of {' and '.join(_LAYER_TYPES)}"
+        )
+    return [_LAYER_TYPES[name] for name in named]
 
-    A window that the longest context does not reach is none.
-    """
-    layers = fields["n_layers"]
-    if json.has("layer_types"):
-        named = json.items("layer_types", layers)
-        unknown = [name for name in named if name not in _LAYER_TYPES]
-        if unknown:
-            raise StokerError(
-                f"{json.where}: layer_types has {unknown[0]!r:.40}, which is not supported; give a "
-                f"model of {' and '.join(_LAYER_TYPES)}"
-            )
-        sliding = [_LAYER_TYPES[name] for name in named]
+
+def windowed(
+    fields: Mapping[str, Any], window: int, sliding: Iterable[bool]
+) -> tuple[LayerKind, ...]:
+    """A window on the layers that slide; one that the longest context does not reach is none."""
     window = window if window < fields["max_positions"] else 0
     return tuple(LayerKind(window if slides else 0) for slides in sliding)
-
-
-def plain_kinds(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """`kinds`, or nothing where no layer is set apart."""
-    return () if all(kind == LayerKind() for kind in kinds) else kinds
 
 
 def rope_settings(json: ConfigJson, layer_type: str | None = None) -> ConfigJson:

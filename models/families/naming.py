@@ -62,6 +62,7 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 #: Tensors that no parameter needs: frequencies that follow from the configuration.
 _HF_SPARE = (f"{_HF_LAYER}self_attn.rotary_emb.inv_freq",)
 _GGUF_SPARE = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+_NONE: Mapping[str, str] = types.MappingProxyType({})
 #: The flags of `ModelConfig` that the presence of any of these parameters sets.
 _BIASES = {
     "attention_bias": ("q_bias", "k_bias", "v_bias"),
@@ -161,12 +162,12 @@ class Naming:
         return (starts[:, None] + head).reshape(-1)
 
 
-def hf_naming(norm_offset: float = 0.0, **tensors: str) -> Naming:
-    """The names of Hugging Face's files, Llama's but for `tensors`."""
-    return Naming({**HF_TENSORS, **tensors}, norm_offset=norm_offset, spare=_HF_SPARE)
+def hf_naming(own: Mapping[str, str] = _NONE, *, norm_offset: float = 0.0) -> Naming:
+    """The names of Hugging Face's files, as Llama has them but for `own`."""
+    return Naming({**HF_TENSORS, **own}, norm_offset=norm_offset, spare=_HF_SPARE)
 
 
-def gguf_naming(paired: bool = False, **tensors: str) -> Naming:
-    """The names of GGUF files but for `tensors`; `paired` where the converter reorders Q and K."""
+def gguf_naming(own: Mapping[str, str] = _NONE, *, paired: bool = False) -> Naming:
+    """The names of GGUF files but for `own`; `paired` where the converter reorders Q and K."""
     rows = ("q", "k", "q_bias", "k_bias") if paired else ()
-    return Naming({**GGUF_TENSORS, **tensors}, paired_rows=rows, spare=_GGUF_SPARE)
+    return Naming({**GGUF_TENSORS, **own}, paired_rows=rows, spare=_GGUF_SPARE)

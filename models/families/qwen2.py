@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .family import Family, Fields
-from .hf_config import ConfigJson, layer_kinds, plain_kinds
+from .hf_config import ConfigJson, sliding_layers, windowed
 
 
 def windows(json: ConfigJson, fields: Fields) -> Fields:
@@ -12,8 +12,8 @@ def windows(json: ConfigJson, fields: Fields) -> Fields:
     window = json.integer("sliding_window", 4096)
     if not json.flag("use_sliding_window", False):
         window = 0
-    sliding = [layer >= first for layer in range(fields["n_layers"])]
-    return {"kinds": plain_kinds(layer_kinds(json, fields, window, sliding))}
+    late = [layer >= first for layer in range(fields["n_layers"])]
+    return {"kinds": windowed(fields, window, sliding_layers(json, late))}
 
 
 QWEN2 = Family(name="qwen2", model_types=("qwen2",), architecture="qwen2", from_json=windows)

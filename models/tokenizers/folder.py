@@ -142,7 +142,8 @@ def _vocabulary(
     if eos_id is None:
         eos_id = next(iter(declared["eos"]), None)
     before, after = around
-    bos_id, eos_id = (before or [bos_id])[0], (after or [eos_id])[0]
+    bos_id = before[0] if before else bos_id
+    eos_id = after[0] if after else eos_id
     if len(before) > 1 or len(after) > 1:
         raise StokerError(
             f"{FAST} puts the tokens {before} and {after} around a text, which is not supported; "

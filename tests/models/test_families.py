@@ -30,6 +30,24 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "partial_rotary_factor": 0.5,
+}
+GEMMA = {"head_dim": 16, "tie_word_embeddings": True}
+GEMMA2 = {**GEMMA, "sliding_window": 16, "query_pre_attn_scalar": 24}
+GEMMA3 = {**GEMMA2, "num_hidden_layers": 6}
+PHI3 = {"head_dim": 16, "hidden_size": 128}
+LONG_PHI3 = {**PHI3, "rope_parameters": LONGROPE}
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 4.0,
+}
 CASES = {
     "llama": Case("Llama"),
     "llama-tied": Case("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -39,11 +57,44 @@ CASES = {
         "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
     ),
     "llama-llama3": Case("Llama", {"rope_parameters": LLAMA3, "head_dim": 16}),
+    "mistral": Case("Mistral", {"sliding_window": 16}),
+    "mistral-whole": Case("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": Case("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": Case(
         "Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     ),
     "qwen2-yarn": Case("Qwen2", {"rope_parameters": YARN, "head_dim": 16}),
+    "qwen3": Case("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3": Case("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "smollm3-window": Case(
+        "SmolLM3",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 16},
+    ),
+    "gemma": Case("Gemma", {**GEMMA, "num_key_value_heads": 1}),
+    "gemma2": Case("Gemma2", GEMMA2),
+    "gemma2-uncapped": Case(
+        "Gemma2",
+        {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": Case("Gemma3", GEMMA3, config_kind="Gemma3Text"),
+    "gemma3-linear": Case(
+        "Gemma3",
+        {
+            **GEMMA3,
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
+        config_kind="Gemma3Text",
+    ),
+    "phi3": Case("Phi3", {**PHI3, "sliding_window": 16}),
+    "phi3-short": Case("Phi3", {**LONG_PHI3, "original_max_position_embeddings": 128}),
+    "phi3-long": Case("Phi3", {**LONG_PHI3, "original_max_position_embeddings": 32}),
+    "olmo2": Case("Olmo2"),
+    "granite": Case("Granite", {**GRANITE, "tie_word_embeddings": True}),
 }
 LENGTH, REPLY, CHUNK = 75, 5, 32
 
