@@ -12,8 +12,9 @@ import dataclasses
 import math
 
 from ..config import LayerKind, Rope
+from . import gguf_config
 from .family import Family, Fields
-from .gguf_config import Keys, window_kinds
+from .gguf_config import Keys
 from .hf_config import ConfigJson, rope, rope_settings, sliding_layers, windowed
 from .naming import HF_POST_NORMS, hf_naming
 
@@ -109,21 +110,22 @@ def second_keys(keys: Keys, fields: Fields) -> Fields:
         **_largest(fields),
         "attention_softcap": keys.number("attn_logit_softcapping", 50.0),
         "logit_softcap": keys.number("final_logit_softcapping", 30.0),
-        "kinds": window_kinds(keys, fields, period=2),
+        "kinds": gguf_config.windowed(
+            keys, fields, gguf_config.sliding_layers(keys, fields, period=2)
+        ),
     }
 
 
 def third_keys(keys: Keys, fields: Fields) -> Fields:
     """Gemma 3 from GGUF."""
-    kinds = window_kinds(keys, fields, period=6)
-    local = [(layer + 1) % 6 != 0 for layer in range(fields["n_layers"])]
+    sliding = gguf_config.sliding_layers(keys, fields, period=6)
     theta = keys.number("rope.freq_base_swa", _LOCAL_THETA)
     return {
         **_shared(fields),
         **_largest(fields),
         "logit_softcap": keys.number("final_logit_softcapping", 0.0),
         "local_rope": Rope(theta, fields["rope"].dims),
-        "kinds": _local(kinds, local),
+        "kinds": _local(gguf_config.windowed(keys, fields, sliding), sliding),
     }
 
 

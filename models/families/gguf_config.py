@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,20 +147,39 @@ def model_config(family: Family, checkpoint: GGUFCheckpoint) -> ModelConfig:
     fields["rope"] = _rope(keys, head_dim, positions)
     fields |= family.traits
     fields |= family.from_keys(keys, fields)
-    fields["kinds"] = plain_kinds(fields.get("kinds") or window_kinds(keys, fields, period=1))
+    if "kinds" not in fields:
+        fields["kinds"] = windowed(keys, fields, sliding_layers(keys, fields, period=1))
+    fields["kinds"] = plain_kinds(fields["kinds"])
     keys.check_neutral()
     return ModelConfig(**fields)
 
 
-def window_kinds(keys: Keys, fields: Mapping[str, Any], period: int) -> tuple[LayerKind, ...]:
-    """The window of `attention.sliding_window` on every layer but each `period`-th.
+def sliding_layers(keys: Keys, fields: Mapping[str, Any], period: int) -> list[bool]:
+    """Which layers have a window: what the file says, or all but each `period`-th.
 
-    With a period of 1 every layer has it. One that the longest context does not reach is none.
+    `attention.sliding_window_pattern` is a period, or a flag for each layer. With a period of 1
+    every layer has the window.
     """
+    layers = fields["n_layers"]
+    pattern = keys.value("attention.sliding_window_pattern", period)
+    if isinstance(pattern, list):
+        if len(pattern) != layers:
+            raise StokerError(
+                f"'{keys.name('attention.sliding_window_pattern')}' has {len(pattern)} entries for "
+                f"{layers} layers; convert the model again"
+            )
+        return [bool(flag) for flag in pattern]
+    period = keys.integer("attention.sliding_window_pattern", period) or 1
+    return [period == 1 or (layer + 1) % period != 0 for layer in range(layers)]
+
+
+def windowed(
+    keys: Keys, fields: Mapping[str, Any], sliding: Iterable[bool]
+) -> tuple[LayerKind, ...]:
+    """The file's window on the layers that slide; one that no context reaches is none."""
     window = keys.integer("attention.sliding_window", 0)
     window = window if window < fields["max_positions"] else 0
-    slides = (period == 1 or (layer + 1) % period for layer in range(fields["n_layers"]))
-    return tuple(LayerKind(window if slide else 0) for slide in slides)
+    return tuple(LayerKind(window if slides else 0) for slides in sliding)
 
 
 def _rope(keys: Keys, head_dim: int, positions: int) -> Rope:

@@ -6,7 +6,8 @@ import dataclasses
 
 from ..errors import StokerError
 from .family import Family, Fields
-from .gguf_config import Keys, window_kinds
+from .gguf_config import Keys
+from .gguf_config import windowed as windowed_keys
 from .hf_config import ConfigJson, rope, rope_settings, sliding_layers, windowed
 from .naming import gguf_naming
 
@@ -40,7 +41,7 @@ def no_rope(json: ConfigJson, fields: Fields) -> Fields:
 
 def every_fourth(keys: Keys, fields: Fields) -> Fields:
     """GGUF files do not say which layers: it is every fourth."""
-    plain = window_kinds(keys, fields, period=1)
+    plain = windowed_keys(keys, fields, [True] * fields["n_layers"])
     return {
         "kinds": tuple(
             dataclasses.replace(kind, rope="none") if (layer + 1) % _INTERVAL == 0 else kind

@@ -35,6 +35,10 @@ class Case:
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     config_kind: str = ""
 
+    def replace(self, **changes: Any) -> Case:
+        """The same with changes to its config."""
+        return dataclasses.replace(self, config=self.config | changes)
+
 
 def make(case: Case, seed: int = 0) -> Any:
     """The model in float32, with random weights that make every part of it matter."""
