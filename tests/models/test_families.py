@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from hf_models import make, reference_logits, write
 from running import CASES, CHUNK, LENGTH, logits_of, token_ids
 
+from stoker.engine.session import Session
 from stoker.models.loading import load_model
 
 
@@ -35,3 +37,26 @@ def test_logits_equal_transformers(name: str, kernels: str, reference) -> None:
     whole = logits_of(model, LENGTH)
     np.testing.assert_allclose(whole, expected, atol=1e-4, rtol=0)
     np.testing.assert_allclose(logits_of(model, CHUNK), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.reference
+def test_bfloat16_weights_give_what_they_stand_for(tmp_path) -> None:
+    import torch
+
+    rounded = make(CASES["llama"]).to(torch.bfloat16)
+    model = load_model(write(rounded, tmp_path), kernels="cpu", kv_dtype="float32")
+    expected = reference_logits(rounded.float(), token_ids())[LENGTH - 1 :]
+    np.testing.assert_allclose(logits_of(model, CHUNK), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.reference
+def test_a_session_takes_the_factors_of_its_context(reference) -> None:
+    """LongRoPE: a prompt gets the short or the long factors by the longest sequence served."""
+    folder, expected = reference("phi3-short")
+    model = load_model(folder, kernels="cpu", activations="float32", kv_dtype="float32")
+    ids = token_ids()
+    wanted = jax.nn.log_softmax(expected, axis=-1)[np.arange(len(ids) - 1), ids[1:]]
+    short = Session(model.params, model.config, context=128).score(ids)
+    np.testing.assert_allclose(short[1:], wanted, atol=2e-4)
+    long = Session(model.params, model.config, context=129).score(ids)
+    assert np.abs(np.array(long[1:]) - wanted).max() > 0.01
