@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 
+#: Widest rotary embedding whose factors are worth computing; a file may claim any.
+_MAX_DIMS = 1 << 16
+
 
 def llama3_factors(
     theta: float, dims: int, *, factor: float, low: float, high: float, original: int
@@ -18,7 +21,7 @@ def llama3_factors(
     number of waves that fit the original context. Source: `apply_scaling` of Meta's llama-models.
     """
     factors = []
-    for pair in range(dims // 2):
+    for pair in _pairs(dims):
         waves = original / (2 * math.pi * theta ** (2 * pair / dims))
         share = min(max((waves - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - share) / factor + share))
@@ -51,7 +54,7 @@ def yarn_factors(
     low, high = max(low, 0), min(high, dims - 1)
     width = high - low or 0.001
     factors = []
-    for pair in range(dims // 2):
+    for pair in _pairs(dims):
         share = min(max((pair - low) / width, 0.0), 1.0)
         factors.append(1 / (share / factor + 1 - share))
     return tuple(factors)
@@ -75,3 +78,9 @@ def longrope_attention_factor(factor: float, original: int) -> float:
     Source: Ding et al. 2024, arXiv:2402.13753, as Phi-3 has it; 1 where nothing is extended.
     """
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _pairs(dims: int) -> range:
+    if dims > _MAX_DIMS:
+        raise ValueError(f"a rotary width of {dims} is more than {_MAX_DIMS}")
+    return range(dims // 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import jax
 import numpy as np
@@ -11,6 +12,9 @@ from hf_models import make, reference_logits, write
 from running import CASES, CHUNK, LENGTH, logits_of, token_ids
 
 from stoker.engine.session import Session
+from stoker.models.checkpoints.safetensors import SafetensorsCheckpoint
+from stoker.models.families import family_of_type
+from stoker.models.families.hf_config import ConfigJson, model_config
 from stoker.models.loading import load_model
 
 
@@ -37,6 +41,53 @@ def test_logits_equal_transformers(name: str, kernels: str, reference) -> None:
     whole = logits_of(model, LENGTH)
     np.testing.assert_allclose(whole, expected, atol=1e-4, rtol=0)
     np.testing.assert_allclose(logits_of(model, CHUNK), expected, atol=1e-4, rtol=0)
+
+
+OLDER = {
+    "gemma2": {"layer_types": ..., "rope_parameters": ..., "rope_theta": 10000.0},
+    "gemma3": {
+        "layer_types": ...,
+        "sliding_window_pattern": 6,
+        "rope_parameters": ...,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": None,
+    },
+    "smollm3": {"layer_types": ..., "no_rope_layers": ..., "no_rope_layer_interval": 4},
+    "qwen2-window": {"layer_types": ...},
+    "phi3-long": {
+        "rope_parameters": ...,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "type": "su",
+            "short_factor": [1.0, 1.1, 1.2, 1.5],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+        },
+    },
+    "qwen2-yarn": {
+        "rope_parameters": ...,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+}
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", OLDER)
+def test_older_spellings_of_a_configuration_mean_the_same(name: str, reference) -> None:
+    """Transformers spells out what the files of the models' makers leave to defaults."""
+    folder, _ = reference(name)
+    values = json.loads((folder / "config.json").read_text())
+    family = family_of_type(values["model_type"])
+    tensors = SafetensorsCheckpoint.open(folder).tensors
+    changed = {key: v for key, v in (values | OLDER[name]).items() if v is not ...}
+    today, older = (model_config(family, ConfigJson(v), tensors) for v in (values, changed))
+    assert older == today and changed != values
 
 
 @pytest.mark.reference

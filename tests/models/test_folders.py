@@ -123,6 +123,13 @@ KEYS = {
     ),
     "rope_key": ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope"),
     "rope_zero": ({"rope_parameters": {"rope_type": "yarn", "factor": 0.0}}, "not possible"),
+    "rope_wide": (
+        {
+            "head_dim": 1 << 40,
+            "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+        },
+        "more than 65536",
+    ),
     "rope_twice": (
         {"rope_parameters": ..., "rope_scaling": {"type": "linear", "rope_type": "yarn"}},
         "gives 'rope_type' as 'yarn' and as 'linear'",
