@@ -135,7 +135,7 @@ class ModelConfig:
       n_heads: N, query heads.
       n_kv_heads: K, key and value heads; divides N.
       head_dim: H; not always D / N.
-      d_ff: F, width of the gated MLP.
+      d_ff: F, width of the gated MLP, or of each expert.
       max_positions: longest context that the model was made for, in tokens.
       norm_eps: epsilon of the RMS norms.
       rope: rotary embedding.
@@ -155,6 +155,9 @@ class ModelConfig:
       embedding_scale: factor on embeddings, rounded to `dtype`.
       residual_scale: factor on what attention and MLP add to the residual stream.
       logit_scale: factor on logits, before the cap.
+      n_experts: E, MLPs of each layer, of which a router picks a few for each token; 0: one MLP.
+      experts_per_token: how many it picks.
+      expert_norm: the weights of those it picks are made to sum to one.
       dtype: what activations are computed in, one of `DTYPES`.
       kv_dtype: what keys and values are kept in, likewise.
       kernels: who does the arithmetic.
@@ -187,6 +190,9 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    n_experts: int = 0
+    experts_per_token: int = 0
+    expert_norm: bool = True
     dtype: str = "float32"
     kv_dtype: str = "float32"
     kernels: Kernels = Kernels()
@@ -202,6 +208,13 @@ class ModelConfig:
             )
         for rope in self.ropes.values():
             rope.check(self.head_dim)
+        if self.n_experts and not 0 < self.experts_per_token <= self.n_experts:
+            raise StokerError(
+                f"{self.experts_per_token} experts for each token of {self.n_experts}; at least "
+                "one and at most all can serve"
+            )
+        if self.n_experts and self.mlp_bias:
+            raise StokerError("experts with biases are not supported; give a model without them")
         self._check_kinds()
         self._check_numbers()
         choices = (("activation", ACTIVATIONS), ("qk_norm", QK_NORMS))

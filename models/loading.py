@@ -22,7 +22,7 @@ from .families.gguf_config import model_config as config_from_gguf
 from .families.hf_config import ConfigJson
 from .families.hf_config import model_config as config_from_json
 from .families.naming import Naming, TensorUse
-from .host_arrays import Arena
+from .host_arrays import Arena, aligned_empty
 from .json_files import read_json
 from .ops import cpu
 from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
@@ -185,7 +185,7 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
     A missing tensor, one of another shape and one that no parameter uses are each named.
     """
     naming, tensors = naming_of(checkpoint, family), checkpoint.tensors
-    uses = {use.tensor: use for use in naming.uses(config).values()}
+    uses = {name: use for use in naming.uses(config).values() for name in use.tensors}
     missing = [name for name in uses if name not in tensors]
     if missing:
         raise StokerError(f"the file lacks {_some(missing)}; give a complete checkpoint")
@@ -233,7 +233,9 @@ def load_params(
     parameters = dict(named_parameters(abstract))
     # Several parameters may share a tensor: each reads its rows of it.
     sizes = {
-        path: tensors[use.tensor].nbytes // use.shape[0] * parameters[path].shape[0]
+        path: sum(tensors[name].nbytes for name in use.tensors)
+        // use.shape[0]
+        * len(range(use.shape[0])[use.rows])
         for path, use in uses.items()
     }
     total, done = sum(sizes.values()), 0
@@ -242,8 +244,9 @@ def load_params(
     for path in sorted(parameters, key=lambda path: -sizes[path]):
         order = naming.row_order(path, config)
         value = _parameter(checkpoint, uses[path], parameters[path], order)
-        checkpoint.release(uses[path].tensor)
-        if config.kernels.platform == "cpu" and isinstance(value, QuantArray):
+        # Experts stay as they are: only the reference multiplies with them, so far.
+        packs = isinstance(value, QuantArray) and value.ndim == 2
+        if config.kernels.platform == "cpu" and packs:
             value = cpu.pack(value, arena.empty)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
         done += sizes[path]
@@ -256,7 +259,16 @@ def _parameter(
     checkpoint: Checkpoint, use: TensorUse, parameter: Parameter, order: np.ndarray | None
 ) -> Any:
     """One parameter with NumPy leaves, its rows in `order` where that is given."""
-    value = checkpoint.load(use.tensor, use.rows)
+    value: Any = None
+    for index, name in enumerate(use.tensors):
+        part: Any = checkpoint.load(name, use.rows)
+        checkpoint.release(name)
+        if len(use.tensors) == 1 and part.shape == parameter.shape:
+            value = part
+            continue
+        if value is None:
+            value = aligned_empty(parameter.shape, part.dtype)
+        value[index] = part
     if parameter.dtype != "any":
         dense = dequantize(value) if isinstance(value, QuantArray) else value
         value = np.asarray(dense, parameter.dtype) + np.asarray(use.added, parameter.dtype)

@@ -56,10 +56,21 @@ def abstract_params(config: ModelConfig) -> Params:
         "k": Parameter((kv, D), ("kv_heads", "model")),
         "v": Parameter((kv, D), ("kv_heads", "model")),
         "o": Parameter((D, q), ("model", "heads")),
-        "gate": Parameter((F, D), ("ff", "model")),
-        "up": Parameter((F, D), ("ff", "model")),
-        "down": Parameter((D, F), ("model", "ff")),
     }
+    if config.n_experts:
+        E = config.n_experts
+        layer |= {
+            "router": Parameter((E, D), (None, "model")),
+            "expert_gate": Parameter((E, F, D), ("experts", "ff", "model")),
+            "expert_up": Parameter((E, F, D), ("experts", "ff", "model")),
+            "expert_down": Parameter((E, D, F), ("experts", "model", "ff")),
+        }
+    else:
+        layer |= {
+            "gate": Parameter((F, D), ("ff", "model")),
+            "up": Parameter((F, D), ("ff", "model")),
+            "down": Parameter((D, F), ("model", "ff")),
+        }
     if config.pre_norm:
         layer |= {"attn_norm": norm(D), "mlp_norm": norm(D)}
     if config.post_norm:

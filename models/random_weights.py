@@ -97,18 +97,19 @@ def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
             values[name] = fill(parameter.shape, parameter.dtype)
         else:
             array = _quantised(rng, parameter.shape, 4 if weights == "int4" else 8)
-            values[name] = cpu.pack(array) if config.kernels.platform == "cpu" else array
+            packs = config.kernels.platform == "cpu" and array.ndim == 2
+            values[name] = cpu.pack(array) if packs else array
     return unflatten(abstract, jax.tree.map(jnp.asarray, values))
 
 
 def _quantised(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> QuantArray:
     """Uniform codes whose values have about the standard deviation of a trained matrix."""
-    R, C = shape
+    *_, C = shape
     if C % _GROUP:
         raise StokerError(f"a row of {C} columns does not divide into groups of {_GROUP}")
-    codes: Any = rng.integers(0, 256, (R, C * bits // 8), np.uint8)
+    codes: Any = rng.integers(0, 256, (*shape[:-1], C * bits // 8), np.uint8)
     step = C**-0.5 / 2 ** (bits - 2)
-    scale: Any = np.full((R, C // _GROUP), step, np.float16)
+    scale: Any = np.full((*shape[:-1], C // _GROUP), step, np.float16)
     if bits == 8:
         return QuantArray(codes.view(np.int8), scale, bits=8, group=_GROUP)
     return QuantArray(codes, scale, (-7.5 * scale).astype(np.float16), bits=4, group=_GROUP)

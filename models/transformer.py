@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from . import ops
 from .config import LayerKind, ModelConfig
+from .experts import experts_block
 from .parameters import Params
 
 #: Key and value pages of one layer, each `[P, Z, K, H]`.
@@ -57,10 +58,11 @@ def layer(
     config: ModelConfig,
     kind: LayerKind,
 ) -> tuple[jax.Array, LayerCache]:
-    """One decoder layer on `x [T, D]`: attention, then the gated MLP, each with its residual."""
+    """One decoder layer on `x [T, D]`: attention, then MLP or experts, each with its residual."""
     mixed, pages = attention_block(weights, pages, x, turn, layout, config, kind)
     x = x + mixed * config.residual_scale
-    return x + mlp_block(weights, x, config) * config.residual_scale, pages
+    mlp = experts_block if config.n_experts else mlp_block
+    return x + mlp(weights, x, config) * config.residual_scale, pages
 
 
 def attention_block(

@@ -11,16 +11,18 @@ from .gemma import GEMMA, GEMMA2, GEMMA3
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 
 __all__ = ["ALL", "FAMILIES", "Family", "family_for", "family_of_type"]
 
 ALL: tuple[Family, ...] = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3),
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
     *(GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, GRANITE),
 )
 #: By the architecture that GGUF files state.

@@ -14,7 +14,7 @@ from ..parameters import abstract_params, named_parameters
 
 _HF_LAYER = "model.layers.{layer}."
 #: Parameter to tensor in the files of Hugging Face, for what is built like Llama; `{layer}` stands
-#: for the number of a layer.
+#: for the number of a layer, `{expert}` for that of an expert whose matrix is a tensor of its own.
 HF_TENSORS: Mapping[str, str] = types.MappingProxyType(
     {
         "embedding": "model.embed_tokens.weight",
@@ -27,6 +27,11 @@ HF_TENSORS: Mapping[str, str] = types.MappingProxyType(
         **{f"{name}_norm": f"{_HF_LAYER}self_attn.{name}_norm.weight" for name in "qk"},
         **{name: f"{_HF_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
         **{f"{name}_bias": f"{_HF_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
+        "router": f"{_HF_LAYER}mlp.gate.weight",
+        **{
+            f"expert_{name}": f"{_HF_LAYER}mlp.experts.{{expert}}.{name}_proj.weight"
+            for name in ("gate", "up", "down")
+        },
     }
 )
 #: The same with norms after attention and MLP (OLMo 2), and those before the MLP (Gemma 2 and 3).
@@ -54,6 +59,11 @@ GGUF_TENSORS: Mapping[str, str] = types.MappingProxyType(
         **{f"{name}_norm": f"blk.{{layer}}.attn_{name}_norm.weight" for name in "qk"},
         **{name: f"blk.{{layer}}.ffn_{name}.weight" for name in ("gate", "up", "down")},
         **{f"{name}_bias": f"blk.{{layer}}.ffn_{name}.bias" for name in ("gate", "up", "down")},
+        "router": "blk.{layer}.ffn_gate_inp.weight",
+        **{
+            f"expert_{name}": f"blk.{{layer}}.ffn_{name}_exps.weight"
+            for name in ("gate", "up", "down")
+        },
     }
 )
 #: Parts of the configuration that GGUF files keep as tensors.
@@ -76,13 +86,13 @@ class TensorUse:
     """How one parameter comes out of a tensor.
 
     Attributes:
-      tensor: its name in the checkpoint.
-      shape: of the whole tensor.
+      tensors: its name in the checkpoint; several of one shape are stacked.
+      shape: of the whole tensor, or of each.
       rows: which of its rows are the parameter's.
       added: what is added to each element.
     """
 
-    tensor: str
+    tensors: tuple[str, ...]
     shape: tuple[int, ...]
     rows: slice
     added: float = 0.0
@@ -127,16 +137,20 @@ class Naming:
         parts: dict[str, list[str]] = {}
         for path in paths:
             *_, layer, name = ("", "", *path.split("."))
-            parts.setdefault(self.tensors[name].format(layer=layer), []).append(path)
+            template = self.tensors[name].replace("{layer}", layer)
+            parts.setdefault(template, []).append(path)
         uses = {}
-        for tensor, sharing in parts.items():
-            rows = sum(parameters[path].shape[0] for path in sharing)
-            shape = (rows, *parameters[sharing[0]].shape[1:])
+        for template, sharing in parts.items():
+            stacked = "{expert}" in template
+            numbers = range(config.n_experts if stacked else 1)
+            names = tuple(template.replace("{expert}", str(number)) for number in numbers)
+            shapes = {path: parameters[path].shape[stacked:] for path in sharing}
+            shape = (sum(shape[0] for shape in shapes.values()), *shapes[sharing[0]][1:])
             start = 0
             for path in sharing:
-                name, end = path.rpartition(".")[2], start + parameters[path].shape[0]
-                added = self.norm_offset if name.endswith("norm") else 0.0
-                uses[path] = TensorUse(tensor, shape, slice(start, end), added)
+                end = start + shapes[path][0]
+                added = self.norm_offset if path.endswith("norm") else 0.0
+                uses[path] = TensorUse(names, shape, slice(start, end), added)
                 start = end
         return {path: uses[path] for path in parameters}
 

@@ -3,15 +3,17 @@
 `xla/` is the reference and runs anywhere; `cpu/` are compiled kernels for the CPU.
 """
 
-from .dispatch import attention, embed, gated_matmul, matmul, products
-from .elementwise import rms_norm, rotary_tables, softcap
+from .dispatch import attention, embed, gated_matmul, grouped_matmul, matmul, products
+from .elementwise import activate, rms_norm, rotary_tables, softcap
 from .layout import Layout
 
 __all__ = [
     "Layout",
+    "activate",
     "attention",
     "embed",
     "gated_matmul",
+    "grouped_matmul",
     "matmul",
     "products",
     "rms_norm",

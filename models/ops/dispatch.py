@@ -64,6 +64,14 @@ def gated_matmul(
     return result.astype(gate.dtype)
 
 
+def grouped_matmul(x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
+    """Rows `x [T, C]` times their group's matrix of `weight [E, R, C]`: `[T, R]` in x's dtype.
+
+    See `xla.grouped_matmul`, the only implementation so far, with float32 activations everywhere.
+    """
+    return xla.grouped_matmul(x, weight, sizes).astype(x.dtype)
+
+
 def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
     if isinstance(weight, QuantArray):
         raise StokerError(

@@ -16,8 +16,10 @@ from gguf_files import byte_vocabulary
 ARCHITECTURES = {
     "llama": ("llama", True),
     "mistral": ("llama", True),
+    "mixtral": ("llama", True),
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
+    "qwen3_moe": ("qwen3moe", False),
     "smollm3": ("smollm3", True),
     "gemma": ("gemma", False),
     "gemma2": ("gemma2", False),
@@ -59,12 +61,22 @@ def write_gguf_model(model: Any, path: pathlib.Path, quantisation: str = "F32") 
         ):
             if permuted and stem.endswith(part):
                 values = _permute(values, heads)
-        tensor = np.ascontiguousarray(values, np.float32)
-        new = f"{names.get_name(stem)}.{ending}"
-        if values.ndim > 1 and quantisation != "F32":
-            writer.add_tensor(new, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+        if ending == "gate_up_proj":  # of all experts
+            gate, up = np.split(values, 2, axis=1)
+            tensors = {f"{_experts(stem)}_gate_exps": gate, f"{_experts(stem)}_up_exps": up}
+        elif ending == "down_proj":
+            tensors = {f"{_experts(stem)}_down_exps": values}
         else:
-            writer.add_tensor(new, tensor)
+            tensors = {names.get_name(stem): values}
+            ending = f".{ending}"
+        ending = ending if ending.startswith(".") else ".weight"
+        for new, values in tensors.items():
+            tensor = np.ascontiguousarray(values, np.float32)
+            if values.ndim > 1 and quantisation != "F32":
+                tensor = gguf.quants.quantize(tensor, kind)
+                writer.add_tensor(new + ending, tensor, raw_dtype=kind)
+            else:
+                writer.add_tensor(new + ending, tensor)
     _write_factors(writer, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -78,6 +90,11 @@ _KINDS = {
     int: gguf.GGUFValueType.UINT32,
     float: gguf.GGUFValueType.FLOAT32,
 }
+
+
+def _experts(stem: str) -> str:
+    """How the tensors of a layer's experts begin."""
+    return f"blk.{stem.split('.')[2]}.ffn"
 
 
 def _permute(values: np.ndarray, heads: int) -> np.ndarray:
@@ -120,6 +137,11 @@ def _write_keys(writer: Any, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if getattr(config, "num_local_experts", 0):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if kind == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

@@ -47,6 +47,13 @@ GRANITE = {
     "residual_multiplier": 0.4,
     "logits_scaling": 4.0,
 }
+QWEN3_MOE = {
+    "head_dim": 16,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 CASES = {
     "llama": Case("Llama"),
     "llama-tied": Case("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -64,6 +71,9 @@ CASES = {
     ),
     "qwen2-yarn": Case("Qwen2", {"rope_parameters": YARN, "head_dim": 16}),
     "qwen3": Case("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": Case("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": Case("Qwen3Moe", QWEN3_MOE),
+    "qwen3-moe-shares": Case("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False}),
     "smollm3": Case("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "smollm3-window": Case(
         "SmolLM3",

@@ -14,11 +14,19 @@ from stoker.models.loading import load_model
 from stoker.models.quantized import QuantArray
 
 #: What a converter cannot say: no soft-caps, another NoPE interval, windows of Qwen2 and SmolLM3,
-#: a choice of layers or a second rotary base of Gemma 3's other than its own.
-UNSAID = {"gemma2-uncapped", "smollm3-window", "qwen2-window", "gemma3-linear", "llama-biases"}
+#: a choice of layers or a second rotary base of Gemma 3's other than its own, shares of experts
+#: that do not sum to one.
+UNSAID = {
+    "gemma2-uncapped",
+    "smollm3-window",
+    "qwen2-window",
+    "gemma3-linear",
+    "llama-biases",
+    "qwen3-moe-shares",
+}
 NAMES = [name for name in CASES if name not in UNSAID]
 #: With every way that tensors are moved: as they are, rows permuted, rows of a fused one.
-QUANTISED = ("llama-heads", "qwen3", "smollm3", "gemma3", "phi3", "granite")
+QUANTISED = ("llama-heads", "qwen3", "smollm3", "gemma3", "phi3", "granite", "qwen3-moe")
 
 
 @pytest.fixture(scope="session")

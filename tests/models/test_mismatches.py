@@ -53,7 +53,17 @@ BAD = {
         "scale_linear' is missing|scaling.factor' is missing",
     ),
     "attn_factor": ({"llama.rope.scaling.attn_factor": 1.2}, {}, "rope.scaling.attn_factor"),
-    "experts": ({"llama.expert_count": 8}, {}, "'llama.expert_count' is 8"),
+    "experts": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 2},
+        {},
+        "lacks tensors 'blk.0.ffn_down_exps.weight'",
+    ),
+    "experts_bare": ({"llama.expert_count": 8}, {}, "'llama.expert_used_count' is missing"),
+    "experts_many": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 9},
+        {},
+        "9 experts for each token of 8",
+    ),
     "window_text": ({"llama.attention.sliding_window": "32"}, {}, "sliding_window' must be one"),
     "encoder": ({"llama.attention.causal": False}, {}, "'llama.attention.causal' is False"),
     "logit_scale": ({"llama.logit_scale": 0.5}, {}, "'llama.logit_scale' is 0.5"),
