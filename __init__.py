@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine import steps
-    from .engine.sampling import SamplingParams
-    from .engine.session import Session
+    from .engine.async_engine import AsyncEngine
+    from .engine.engine import Engine
+    from .engine.sampling_params import SamplingParams
     from .models.errors import StokerError
     from .models.loading import Model, load_model
 
-__all__ = ["Model", "SamplingParams", "Session", "StokerError", "load_model", "steps"]
+__all__ = ["AsyncEngine", "Engine", "Model", "SamplingParams", "StokerError", "load_model", "steps"]
 
 _MODULES = {
+    "AsyncEngine": ".engine.async_engine",
+    "Engine": ".engine.engine",
     "Model": ".models.loading",
-    "SamplingParams": ".engine.sampling",
-    "Session": ".engine.session",
+    "SamplingParams": ".engine.sampling_params",
     "StokerError": ".models.errors",
     "load_model": ".models.loading",
     "steps": ".engine.steps",

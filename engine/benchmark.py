@@ -1,24 +1,19 @@
-"""Measures the steps that serve: prefill and decode at several batch sizes, against the floor."""
+"""Measures an engine at work: prefill, and decode at several batch sizes, against the floor."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..models.config import ModelConfig
-from ..models.parameters import Params
+from ..models.errors import StokerError
+from ..models.loading import Model
 from .accounting import StepCost, step_cost
-from .cache import PAGE_TOKENS, Cache, new_cache, pages_for
-from .chunks import CHUNKS, chunk_batches
-from .programs import Programs
-from .sampling import SamplingParams
-from .steps import DecodeBatch, State, new_state
+from .engine import Engine
+from .sampling_params import SamplingParams
 
 #: Told of each finished run, for a progress bar.
 Advance = Callable[[], None]
@@ -35,6 +30,7 @@ class Measurement:
       tokens: that one run computes, all sequences together.
       n_steps: that one run takes.
       seconds: of each run.
+      host_s: seconds of each run that were Python's; the device may have been at work too.
       cost: what the average step must move and compute.
       compile_s: seconds to compile its programs.
     """
@@ -45,6 +41,7 @@ class Measurement:
     tokens: int
     n_steps: int
     seconds: tuple[float, ...]
+    host_s: tuple[float, ...]
     cost: StepCost
     compile_s: float
 
@@ -64,6 +61,11 @@ class Measurement:
         return self.median_s / self.n_steps
 
     @property
+    def host_share(self) -> float:
+        """Python's share of the time, in the median run."""
+        return statistics.median(self.host_s) / self.median_s
+
+    @property
     def bytes_s(self) -> float:
         """Bytes per second that the steps must move."""
         return self.cost.bytes / self.step_s
@@ -75,135 +77,127 @@ class Measurement:
 
 
 class Bench:
-    """Runs a model's steps on random prompts, a new one for each sequence and run.
+    """Runs an engine on random prompts, a new one for each sequence and run.
 
     Args:
-      params: the model's parameters.
-      config: its architecture.
+      model: whose parameters are measured; its tokenizer is not used.
       repeats: measured runs; one more goes before them to warm up.
       seed: of the prompts.
-      chunks: rows that prefill chunks may have.
+      step_tokens: most tokens of a step.
+      decode_steps: that the device takes at once.
       advance: called after each run.
     """
 
     def __init__(
         self,
-        params: Params,
-        config: ModelConfig,
+        model: Model,
         *,
         repeats: int = 3,
         seed: int = 0,
-        chunks: Sequence[int] = CHUNKS,
+        step_tokens: int = 256,
+        decode_steps: int = 1,
         advance: Advance = lambda: None,
     ) -> None:
-        self._params = params
-        self._config = config
+        self._model = dataclasses.replace(model, tokenizer=None)
         self._repeats = repeats
-        self._chunks = tuple(chunks)
         self._rng = np.random.default_rng(seed)
+        self._step_tokens = step_tokens
+        self._decode_steps = decode_steps
         self._advance = advance
 
     def prefill(self, prompt_len: int) -> Measurement:
         """Time from a prompt to its first token on the host."""
-        run = _Run(self._params, self._config, 1, prompt_len, self._chunks)
-        seconds = []
-        for repeat in range(self._repeats + 1):
+        engine = self._engine(1, prompt_len + 1)
+        seconds, host = [], []
+        for _ in range(self._repeats + 1):
             prompts = self._prompts(1, prompt_len)
-            start = time.perf_counter()
-            run.prefill(prompts)
-            if repeat:
-                seconds.append(time.perf_counter() - start)
+            start, host_before, steps = time.perf_counter(), engine.stats.host_s, engine.stats.steps
+            self._ask(engine, prompts, 1)
+            while engine.unfinished:
+                engine.step()
+            seconds.append(time.perf_counter() - start)
+            host.append(engine.stats.host_s - host_before)
+            n_steps = engine.stats.steps - steps
             self._advance()
-        n_steps = run.n_chunks
+        cost = step_cost(
+            self._model.config, self._model.params, [prompt_len / 2], rows=prompt_len / n_steps
+        )
         return Measurement(
             name="prefill",
             batch=1,
             context=prompt_len,
             tokens=prompt_len,
             n_steps=n_steps,
-            seconds=tuple(seconds),
-            cost=step_cost(self._config, self._params, [prompt_len / 2], rows=prompt_len / n_steps),
-            compile_s=run.compile_s,
+            seconds=tuple(seconds[1:]),
+            host_s=tuple(host[1:]),
+            cost=cost,
+            compile_s=engine.compile_s,
         )
 
     def decode(self, batch: int, prompt_len: int, gen_len: int) -> Measurement:
-        """Time of the steps that generate `gen_len` tokens, the first not counted.
+        """Time of the steps in which all of `batch` sequences decode, and nothing else.
 
-        As when serving, a step is dispatched before the one before it is read.
+        From the first token of the sequence that starts last to the end of the first that ends,
+        which `gen_len` tokens are counted from.
         """
-        run = _Run(self._params, self._config, batch, prompt_len + gen_len, self._chunks)
-        seconds = []
-        for repeat in range(self._repeats + 1):
-            run.prefill(self._prompts(batch, prompt_len))
-            elapsed = run.decode(gen_len - 1)
-            if repeat:
-                seconds.append(elapsed)
+        # Prompts of the others are read while the first decode.
+        ahead = -(-batch * prompt_len // max(self._step_tokens - batch, 1))
+        total = gen_len + ahead * self._decode_steps
+        engine = self._engine(batch, prompt_len + total)
+        seconds, host, tokens, n_steps = [], [], 0, 0
+        for _ in range(self._repeats + 1):
+            elapsed, spent, tokens, n_steps = self._decode_run(engine, batch, prompt_len, total)
+            seconds.append(elapsed)
+            host.append(spent)
             self._advance()
         contexts = [prompt_len + gen_len / 2] * batch
         return Measurement(
             name="decode",
             batch=batch,
-            context=prompt_len + gen_len,
-            tokens=batch * (gen_len - 1),
-            n_steps=gen_len - 1,
-            seconds=tuple(seconds),
-            cost=step_cost(self._config, self._params, contexts),
-            compile_s=run.compile_s,
+            context=prompt_len + total,
+            tokens=tokens,
+            n_steps=n_steps,
+            seconds=tuple(seconds[1:]),
+            host_s=tuple(host[1:]),
+            cost=step_cost(self._model.config, self._model.params, contexts),
+            compile_s=engine.compile_s,
         )
 
+    def _decode_run(
+        self, engine: Engine, batch: int, prompt_len: int, total: int
+    ) -> tuple[float, float, int, int]:
+        """Seconds, Python's seconds, tokens and steps of the stretch that counts."""
+        replies = self._ask(engine, self._prompts(batch, prompt_len), total)
+        while not all(reply.ids for reply in replies):
+            engine.step()
+        before = sum(len(reply.ids) for reply in replies)
+        start, host = time.perf_counter(), engine.stats.host_s
+        now = start
+        while not any(reply.done for reply in replies):
+            engine.step()
+            now = time.perf_counter()
+        tokens = sum(len(reply.ids) for reply in replies) - before
+        spent = engine.stats.host_s - host
+        while engine.unfinished:
+            engine.step()
+        return now - start, spent, tokens, tokens // batch
+
+    def _engine(self, slots: int, context: int) -> Engine:
+        limit = self._model.config.max_positions
+        if context > limit:
+            raise StokerError(f"sequences of {context} tokens: this model takes at most {limit}")
+        return Engine(
+            self._model,
+            slots=slots,
+            context=context,
+            step_tokens=max(self._step_tokens, slots + 1),
+            prefix_cache=False,
+            decode_steps=self._decode_steps,
+        )
+
+    def _ask(self, engine: Engine, prompts: list[list[int]], count: int) -> list:
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+        return [engine.add(prompt, params) for prompt in prompts]
+
     def _prompts(self, batch: int, length: int) -> list[list[int]]:
-        return self._rng.integers(0, self._config.vocab_size, (batch, length)).tolist()
-
-
-class _Run:
-    """Compiled programs, cache and state for one batch size."""
-
-    def __init__(
-        self,
-        params: Params,
-        config: ModelConfig,
-        batch: int,
-        context: int,
-        chunks: tuple[int, ...],
-    ) -> None:
-        self._params = params
-        self._chunks = chunks
-        self._programs = Programs(config)
-        pages = pages_for(context, PAGE_TOKENS)
-        self._cache: Cache = new_cache(config, batch * pages)
-        table = jnp.arange(1, batch * pages + 1, dtype=jnp.int32)
-        self._page_table = table.reshape(batch, pages)
-        self._requests = [SamplingParams()] * batch
-        self._state: State = new_state(self._requests)
-        self._decode = DecodeBatch(jnp.ones(batch, bool), self._page_table)
-        self.n_chunks = 0
-
-    @property
-    def compile_s(self) -> float:
-        return sum(program.seconds for program in self._programs.compilations)
-
-    def prefill(self, prompts: list[list[int]]) -> None:
-        """Fills the cache and waits for the first tokens."""
-        state = new_state(self._requests)
-        self.n_chunks = 0
-        for chunk in chunk_batches(prompts, [0] * len(prompts), self._page_table, self._chunks):
-            self._cache, state, outputs = self._programs.prefill(
-                self._params, self._cache, state, chunk
-            )
-            self.n_chunks += 1
-        jax.device_get(outputs)
-        self._state = state
-
-    def decode(self, count: int) -> float:
-        """Seconds of `count` decode steps."""
-        start = time.perf_counter()
-        waiting = None
-        for _ in range(count):
-            self._cache, self._state, outputs = self._programs.decode(
-                self._params, self._cache, self._state, self._decode
-            )
-            if waiting is not None:
-                jax.device_get(waiting)
-            waiting = outputs
-        jax.device_get(waiting)
-        return time.perf_counter() - start
+        return self._rng.integers(0, self._model.config.vocab_size, (batch, length)).tolist()

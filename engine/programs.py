@@ -8,17 +8,20 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..models.config import ModelConfig
 from ..models.parameters import Params
 from . import steps
 from .cache import Cache
-from .steps import DecodeBatch, Outputs, PrefillBatch, State
+from .steps import DecodeBatch, Outputs, PrefillBatch, Scores, State
 
+#: A function of `engine/steps.py` that takes `(params, cache, state, batch, ...)`.
+Step = Callable[..., Any]
 _LOG = logging.getLogger("stoker")
 
 
@@ -28,17 +31,17 @@ class Compilation:
 
     Attributes:
       step: name of the step.
-      shape: tokens, slots and pages per slot: T, S, M.
+      shape: rows, sequences, pages per sequence: T, B, M; and the steps at once, if several.
       seconds: that tracing and compiling took.
       aliased_bytes: inputs that outputs are written over.
       temporary_bytes: that a call allocates and frees again.
     """
 
     step: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     seconds: float
-    aliased_bytes: int
-    temporary_bytes: int
+    aliased_bytes: int | None
+    temporary_bytes: int | None
 
 
 class Programs:
@@ -46,22 +49,27 @@ class Programs:
 
     After `seal`, compiling anything further is logged as a warning with its shape and counted in
     `late`: a server that recompiles under load stalls every stream.
+
+    Args:
+      config: the architecture.
+      top: alternatives that steps can report.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, top: int = 0) -> None:
         self.config = config
+        self.top = top
         self.compilations: list[Compilation] = []
         self.late = 0
         self._sealed = False
-        self._programs: dict[tuple[str, tuple[int, int, int]], jax.stages.Compiled] = {}
+        self._programs: dict[tuple, jax.stages.Compiled] = {}
 
     def seal(self) -> None:
         """Declares warm-up finished."""
         self._sealed = True
 
-    def prepare(self, step: Callable[..., Any], params: Params, cache: Cache, *rest: Any) -> None:
+    def prepare(self, step: Step, params: Params, cache: Cache, *rest: Any, **static: int) -> None:
         """Compiles `step` of `engine/steps.py` for these shapes, and runs nothing."""
-        self._program(step, params, cache, *rest)
+        self._program(step, (params, cache, *rest), static)
 
     def prefill(
         self, params: Params, cache: Cache, state: State, batch: PrefillBatch
@@ -75,49 +83,71 @@ class Programs:
         """`steps.decode`, compiled; `cache` and `state` are donated."""
         return self._run(steps.decode, params, cache, state, batch)
 
+    def decode_steps(
+        self, params: Params, cache: Cache, state: State, batch: DecodeBatch, count: int
+    ) -> tuple[Cache, State, Outputs]:
+        """`steps.decode_steps`, compiled; `cache` and `state` are donated."""
+        return self._run(steps.decode_steps, params, cache, state, batch, steps=count)
+
     def score(
         self, params: Params, cache: Cache, state: State, batch: PrefillBatch, targets: jax.Array
-    ) -> tuple[Cache, State, jax.Array]:
+    ) -> tuple[Cache, State, Scores]:
         """`steps.score`, compiled; `cache` and `state` are donated."""
         return self._run(steps.score, params, cache, state, batch, targets)
 
-    def _run(self, step: Callable[..., Any], *args: Any) -> Any:
-        return self._program(step, *args)(*args)
-
-    def _program(
-        self, step: Callable[..., Any], params: Params, cache: Cache, *rest: Any
-    ) -> jax.stages.Compiled:
-        batch = rest[1]
-        rows = batch.active if isinstance(batch, DecodeBatch) else batch.tokens
-        key = (step.__name__, (*rows.shape, *batch.page_table.shape))
+    def admit(self, state: State, slot: np.int32, row: State) -> State:
+        """`steps.admit`, compiled; `state` is donated."""
+        key = ("admit", state.history.shape)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._compile(key, step, params, cache, *rest)
+            start = time.perf_counter()
+            jitted = jax.jit(steps.admit, donate_argnums=0)
+            program = self._programs[key] = jitted.lower(state, slot, row).compile()
+            self._record("admit", state.history.shape, start, program)
+        return program(state, slot, row)
+
+    def _run(self, step: Step, *args: Any, **static: int) -> Any:
+        return self._program(step, args, static)(*args)
+
+    def _program(
+        self, step: Step, args: tuple[Any, ...], static: Mapping[str, int]
+    ) -> jax.stages.Compiled:
+        _, cache, _, batch, *_ = args
+        rows = batch.slots if isinstance(batch, DecodeBatch) else batch.tokens
+        shape = (*rows.shape, *batch.page_table.shape, *static.values())
+        key = (step.__name__, shape)
+        program = self._programs.get(key)
+        if program is None:
+            start = time.perf_counter()
+            bound = functools.partial(step, top=self.top, **static)
+            program = compile_step(bound, self.config, *args)
+            self._programs[key] = program
+            record = self._record(*key, start, program)
+            cache_bytes = sum(map(_device_bytes, jax.tree.leaves(cache)))
+            # Some platforms do not say.
+            if record.aliased_bytes is not None and record.aliased_bytes < cache_bytes:
+                raise RuntimeError(
+                    f"{record.step} {record.shape} writes {record.aliased_bytes} bytes in place, "
+                    f"but the cache has {cache_bytes}: the compiler refused its donation"
+                )
         return program
 
-    def _compile(self, key: tuple, step: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
-        start = time.perf_counter()
-        program = compile_step(step, self.config, *args)
+    def _record(
+        self, step: str, shape: tuple[int, ...], start: float, program: jax.stages.Compiled
+    ) -> Compilation:
         memory: Any = program.memory_analysis()
         record = Compilation(
-            step=key[0],
-            shape=key[1],
+            step=step,
+            shape=shape,
             seconds=time.perf_counter() - start,
-            # Some platforms do not say.
-            aliased_bytes=memory.alias_size_in_bytes if memory else 0,
-            temporary_bytes=memory.temp_size_in_bytes if memory else 0,
+            aliased_bytes=memory.alias_size_in_bytes if memory else None,
+            temporary_bytes=memory.temp_size_in_bytes if memory else None,
         )
         self.compilations.append(record)
-        cache_bytes = sum(map(_device_bytes, jax.tree.leaves(args[1])))
-        if memory and record.aliased_bytes < cache_bytes:
-            raise RuntimeError(
-                f"{record.step} {record.shape} writes {record.aliased_bytes} bytes in place, but "
-                f"the cache has {cache_bytes}: the compiler refused its donation"
-            )
         if self._sealed:
             self.late += 1
-            _LOG.warning("compiled %s %s after warm-up", record.step, record.shape)
-        return program
+            _LOG.warning("compiled %s %s after warm-up", step, shape)
+        return record
 
 
 def _device_bytes(array: jax.Array) -> int:
@@ -125,7 +155,7 @@ def _device_bytes(array: jax.Array) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def compile_step(step: Callable[..., Any], config: ModelConfig, *args: Any) -> jax.stages.Compiled:
+def compile_step(step: Step, config: ModelConfig, *args: Any) -> jax.stages.Compiled:
     """`step` compiled for the shapes of `(params, cache, state, ...)`, donating cache and state."""
     placement = jax.tree.map(lambda pages: pages.sharding, args[1])
     devices = set().union(*(sharding.device_set for sharding in jax.tree.leaves(placement)))

@@ -3,22 +3,32 @@
 Each is `(params, cache, state, batch) -> (cache, state, outputs)` with a hashable static config.
 `jit` them with `donate_argnames=("cache", "state")` and caches are updated in place;
 `engine/programs.py` does so and checks it.
+
+A step runs B sequences, each of which has a slot: one of the S rows of the state. A sequence whose
+slot is S is padding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from ..models import ops
 from ..models.config import ModelConfig
 from ..models.ops.layout import DUMP_PAGE, Layout
 from ..models.parameters import Params
 from ..models.transformer import decoder, head
 from .cache import Cache
-from .sampling import Sampling, SamplingParams, pack_sampling, sample
+from .sampling import choose
+from .sampling_params import SamplingParams
+from .sampling_rows import Sampling, pack_sampling
+
+#: In `PrefillBatch.tokens`: the newest token of the slot, which the host may not know yet.
+NEWEST = -1
 
 
 @struct.dataclass
@@ -29,66 +39,120 @@ class State:
       tokens: int32 `[S]`, the newest token, whose keys and values are not in the cache yet.
       lengths: int32 `[S]`, tokens in the cache; decoding past the M * Z that a slot's pages hold is
         an error of the CPU kernels, and NaN logits elsewhere.
+      history: int32 `[S, C]`, the tokens at each position, for penalties.
       sampling: how the slot's tokens are chosen.
     """
 
     tokens: jax.Array
     lengths: jax.Array
+    history: jax.Array
     sampling: Sampling
 
 
 @struct.dataclass
 class PrefillBatch:
-    """One chunk of prompt for any of the slots, flat.
+    """Rows of any of the slots, flat: chunks of prompts, and newest tokens of running replies.
 
     Attributes:
-      tokens: int32 `[T]`; slot s has rows query_start[s]:query_start[s+1], the rest is padding.
-      query_start: int32 `[S+1]`.
-      cached: int32 `[S]`, the slot's tokens that are in the cache already.
-      page_table: int32 `[S, M]`.
+      tokens: int32 `[T]`, or `NEWEST`; sequence b has rows query_start[b]:query_start[b+1], the
+        rest is padding.
+      query_start: int32 `[B+1]`.
+      cached: int32 `[B]`, the sequence's tokens that are in the cache already.
+      page_table: int32 `[B, M]`.
+      slots: int32 `[B]`.
+      samples: bool `[B]`, the token after the sequence's last row is to be chosen.
     """
 
     tokens: jax.Array
     query_start: jax.Array
     cached: jax.Array
     page_table: jax.Array
+    slots: jax.Array
+    samples: jax.Array
 
 
 @struct.dataclass
 class DecodeBatch:
-    """Which slots take a decode step.
+    """Sequences that take a decode step.
 
     Attributes:
-      active: bool `[S]`; other slots keep their state and write to the dump page.
-      page_table: int32 `[S, M]`.
+      page_table: int32 `[B, M]`.
+      slots: int32 `[B]`.
+      limits: int32 `[B]`, tokens in the cache at which a sequence takes no further step: its slot
+        keeps its state, and it writes to the dump page.
     """
 
-    active: jax.Array
     page_table: jax.Array
+    slots: jax.Array
+    limits: jax.Array
 
 
 @struct.dataclass
 class Outputs:
-    """What a step chose.
+    """What a step chose, for each of its sequences.
 
     Attributes:
-      tokens: int32 `[S]`.
-      logprobs: float32 `[S]`, log-probability of the token under the model itself: before
-        temperature and filters. NaN where the model's logits are.
+      tokens: int32 `[B]`.
+      logprobs: float32 `[B]`, log-probability of the token under the model itself: before
+        penalties, temperature and filters.
+      top_ids: int32 `[B, K]`, the most likely tokens, for the slots that want them.
+      top_logprobs: float32 `[B, K]`, theirs.
+      finite: bool `[B]`; False where the model's numbers are not, and the token means nothing.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    finite: jax.Array
 
 
-def new_state(requests: list[SamplingParams]) -> State:
-    """The state of slots that have nothing cached yet, one for each request."""
-    shape = (len(requests),)
+@struct.dataclass
+class Scores:
+    """What a score step found, for each of its rows.
+
+    Attributes:
+      logprobs: float32 `[T]`, of the targets.
+      top_ids: int32 `[T, K]`, the most likely tokens.
+      top_logprobs: float32 `[T, K]`, theirs.
+    """
+
+    logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def new_state(
+    requests: Sequence[SamplingParams],
+    vocab_size: int,
+    context: int,
+    prompt_lens: Sequence[int] | None = None,
+    end_ids: Sequence[int] = (),
+) -> State:
+    """The state of slots that have nothing cached yet, one for each request.
+
+    Args:
+      requests: how each slot's tokens are chosen.
+      vocab_size: V.
+      context: most tokens that a slot may hold (C).
+      prompt_lens: where each slot's reply begins; 0 if None, which only penalties and `min_tokens`
+        can tell.
+      end_ids: the model's end tokens, for `min_tokens`.
+    """
+    slots = len(requests)
     return State(
-        tokens=jnp.zeros(shape, jnp.int32),
-        lengths=jnp.zeros(shape, jnp.int32),
-        sampling=pack_sampling(requests),
+        tokens=jnp.zeros(slots, jnp.int32),
+        lengths=jnp.zeros(slots, jnp.int32),
+        history=jnp.zeros((slots, context), jnp.int32),
+        sampling=jax.tree.map(
+            jnp.asarray, pack_sampling(requests, vocab_size, prompt_lens, end_ids)
+        ),
     )
+
+
+def admit(state: State, slot: jax.Array, row: State) -> State:
+    """The state with one slot set to what `row` says (each array without its first axis)."""
+    return jax.tree.map(lambda whole, new: whole.at[slot].set(new), state, row)
 
 
 def prefill_layout(batch: PrefillBatch) -> Layout:
@@ -104,13 +168,14 @@ def prefill_layout(batch: PrefillBatch) -> Layout:
 
 
 def decode_layout(state: State, batch: DecodeBatch) -> Layout:
-    """Where the rows of a decode step sit: row s is slot s."""
+    """Where the rows of a decode step sit: row b is sequence b."""
     batch = jax.tree.map(jnp.asarray, batch)
-    slots = state.tokens.shape[0]
+    lengths = _rows_of(state.lengths, batch.slots)
+    active = _active(state, batch)
     return Layout(
-        query_start=jnp.arange(slots + 1, dtype=jnp.int32),
-        kv_lens=jnp.where(batch.active, state.lengths + 1, 1),
-        page_table=jnp.where(batch.active[:, None], batch.page_table, DUMP_PAGE),
+        query_start=jnp.arange(batch.slots.shape[0] + 1, dtype=jnp.int32),
+        kv_lens=jnp.where(active, lengths + 1, 1),
+        page_table=jnp.where(active[:, None], batch.page_table, DUMP_PAGE),
         max_query=1,
     )
 
@@ -118,55 +183,95 @@ def decode_layout(state: State, batch: DecodeBatch) -> Layout:
 def prefill_logits(
     params: Params, cache: Cache, batch: PrefillBatch, *, config: ModelConfig
 ) -> tuple[Cache, jax.Array]:
-    """Runs a chunk and returns the cache and the logits `[S, V]` of each slot's last row."""
-    layout = prefill_layout(batch)
-    cache, x = decoder(params, cache, batch.tokens, layout, config)
-    last = jnp.maximum(batch.query_start[1:] - 1, 0)
-    return cache, head(params, x[last], config)
+    """Runs a chunk and returns the cache and the logits `[B, V]` of each sequence's last row.
+
+    Without a state, `NEWEST` stands for nothing: every token must be given.
+    """
+    cache, x = decoder(params, cache, batch.tokens, prefill_layout(batch), config)
+    return cache, head(params, x[_last_rows(batch)], config)
 
 
 def decode_logits(
     params: Params, cache: Cache, state: State, batch: DecodeBatch, *, config: ModelConfig
 ) -> tuple[Cache, jax.Array]:
-    """Runs each active slot's newest token; returns the cache and logits `[S, V]`."""
+    """Runs each active sequence's newest token; returns the cache and logits `[B, V]`."""
     layout = decode_layout(state, batch)
-    cache, x = decoder(params, cache, state.tokens, layout, config)
+    cache, x = decoder(params, cache, _rows_of(state.tokens, batch.slots), layout, config)
     return cache, head(params, x, config)
 
 
 def prefill(
-    params: Params, cache: Cache, state: State, batch: PrefillBatch, *, config: ModelConfig
+    params: Params,
+    cache: Cache,
+    state: State,
+    batch: PrefillBatch,
+    *,
+    config: ModelConfig,
+    top: int = 0,
 ) -> tuple[Cache, State, Outputs]:
-    """Appends a chunk of prompt to each slot that has rows, and samples what follows it.
+    """Runs a step's rows and samples what follows where the batch says so.
 
-    After the chunk that ends a prompt, the sampled token is the reply's first; after an earlier
-    one it is overwritten by the next chunk. Slots without rows keep their state. Any chunking
-    gives the same logits.
+    Chunks of prompts and newest tokens of running replies may share it, and then share the reading
+    of the weights. Slots that the batch does not name keep their state. Any chunking gives the same
+    logits. `top` alternatives (static) are reported for the slots that want them.
     """
-    cache, logits = prefill_logits(params, cache, batch, config=config)
-    rows = batch.query_start[1:] - batch.query_start[:-1]
-    lengths = batch.cached + rows
-    outputs = _choose(logits, state.sampling, lengths)
-    state = dataclasses.replace(
-        state,
-        tokens=jnp.where(rows > 0, outputs.tokens, state.tokens),
-        lengths=jnp.where(rows > 0, lengths, state.lengths),
-    )
-    return cache, state, outputs
+    batch = jax.tree.map(jnp.asarray, batch)
+    layout = prefill_layout(batch)
+    T = batch.tokens.shape[0]
+    sequence, positions = layout.rows(T)
+    slot = batch.slots[sequence]
+    tokens = jnp.where(batch.tokens == NEWEST, _rows_of(state.tokens, slot), batch.tokens)
+    outside = jnp.where(positions >= 0, slot, state.tokens.shape[0])
+    history = state.history.at[outside, positions].set(tokens, mode="drop")
+    cache, x = decoder(params, cache, tokens, layout, config)
+    logits = head(params, x[_last_rows(batch)], config)
+
+    # Rows that are not sampled from have no logits: their own numbers tell.
+    broken = jnp.cumsum(jnp.pad(~jnp.isfinite(x).all(axis=-1), (1, 0)).astype(jnp.int32))
+    sound = broken[batch.query_start[1:]] == broken[batch.query_start[:-1]]
+    state = dataclasses.replace(state, history=history, lengths=_grown(state, layout, batch.slots))
+    state, outputs = _choose(logits, state, batch.slots, batch.samples, layout.kv_lens, config, top)
+    finite = sound & (outputs.finite | ~batch.samples)
+    return cache, state, dataclasses.replace(outputs, finite=finite)
 
 
 def decode(
-    params: Params, cache: Cache, state: State, batch: DecodeBatch, *, config: ModelConfig
+    params: Params,
+    cache: Cache,
+    state: State,
+    batch: DecodeBatch,
+    *,
+    config: ModelConfig,
+    top: int = 0,
 ) -> tuple[Cache, State, Outputs]:
-    """Appends each active slot's newest token to the cache and samples the next one."""
+    """Appends each active sequence's newest token to the cache and samples the next one."""
+    batch = jax.tree.map(jnp.asarray, batch)
     cache, logits = decode_logits(params, cache, state, batch, config=config)
-    lengths = state.lengths + 1
-    outputs = _choose(logits, state.sampling, lengths)
-    state = dataclasses.replace(
-        state,
-        tokens=jnp.where(batch.active, outputs.tokens, state.tokens),
-        lengths=jnp.where(batch.active, lengths, state.lengths),
-    )
+    active = _active(state, batch)
+    lengths = _rows_of(state.lengths, batch.slots) + 1
+    grown = jnp.where(active, batch.slots, state.tokens.shape[0])
+    state = dataclasses.replace(state, lengths=state.lengths.at[grown].set(lengths, mode="drop"))
+    state, outputs = _choose(logits, state, batch.slots, active, lengths, config, top)
+    return cache, state, outputs
+
+
+def decode_steps(
+    params: Params,
+    cache: Cache,
+    state: State,
+    batch: DecodeBatch,
+    *,
+    config: ModelConfig,
+    top: int = 0,
+    steps: int,
+) -> tuple[Cache, State, Outputs]:
+    """`steps` decode steps without the host; outputs have that axis first."""
+
+    def body(carry: tuple[Cache, State], _: None) -> tuple[tuple[Cache, State], Outputs]:
+        cache, state, outputs = decode(params, *carry, batch, config=config, top=top)
+        return (cache, state), outputs
+
+    (cache, state), outputs = jax.lax.scan(body, (cache, state), length=steps)
     return cache, state, outputs
 
 
@@ -178,25 +283,71 @@ def score(
     targets: jax.Array,
     *,
     config: ModelConfig,
-) -> tuple[Cache, State, jax.Array]:
-    """Appends a chunk as `prefill` does, and returns log-probabilities float32 `[T]`.
+    top: int = 0,
+) -> tuple[Cache, State, Scores]:
+    """Appends a chunk as `prefill` does, and scores the tokens that follow its rows.
 
-    Element t is the log-probability of `targets[t]` (int32 `[T]`) after row t. Nothing is sampled:
-    the state's tokens stay what they were.
+    Element t of `logprobs` is the log-probability of `targets[t]` (int32 `[T]`) after row t.
+    Nothing is sampled: the state's tokens stay what they were.
     """
+    batch = jax.tree.map(jnp.asarray, batch)
     layout = prefill_layout(batch)
     cache, x = decoder(params, cache, batch.tokens, layout, config)
     logits = head(params, x, config)
-    lengths = jnp.where(jnp.diff(layout.query_start) > 0, layout.kv_lens, state.lengths)
-    state = dataclasses.replace(state, lengths=lengths)
-    return cache, state, _logprobs(logits, targets)
+    total = ops.logsumexp(logits, config.kernels)
+    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    wanted = jnp.ones(total.shape, bool)
+    best, top_ids = ops.largest(logits, wanted, top, config.kernels)
+    state = dataclasses.replace(state, lengths=_grown(state, layout, batch.slots))
+    scores = Scores(logprobs=chosen - total, top_ids=top_ids, top_logprobs=best - total[:, None])
+    return cache, state, scores
 
 
-def _choose(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> Outputs:
-    tokens = sample(logits, sampling, positions)
-    return Outputs(tokens=tokens, logprobs=_logprobs(logits, tokens))
+def _choose(
+    logits: jax.Array,
+    state: State,
+    slots: jax.Array,
+    samples: jax.Array,
+    lengths: jax.Array,
+    config: ModelConfig,
+    top: int,
+) -> tuple[State, Outputs]:
+    """Chooses tokens `[B]` after `lengths` cached ones; those of `samples` enter the state."""
+    sampling = jax.tree.map(lambda rows: _rows_of(rows, slots), state.sampling)
+    choice = choose(logits, sampling, _rows_of(state.history, slots), lengths, config.kernels, top)
+    outside = state.tokens.shape[0]
+    chosen = jnp.where(samples, slots, outside)
+    state = dataclasses.replace(
+        state,
+        tokens=state.tokens.at[chosen].set(choice.tokens, mode="drop"),
+        history=state.history.at[chosen, lengths].set(choice.tokens, mode="drop"),
+    )
+    return state, Outputs(
+        tokens=choice.tokens,
+        logprobs=choice.logprobs,
+        top_ids=choice.top_ids,
+        top_logprobs=choice.top_logprobs,
+        finite=choice.finite,
+    )
 
 
-def _logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+def _grown(state: State, layout: Layout, slots: jax.Array) -> jax.Array:
+    """`state.lengths` after a step, for the sequences that had rows in it."""
+    ran = jnp.diff(layout.query_start) > 0
+    grown = jnp.where(ran, slots, state.lengths.shape[0])
+    return state.lengths.at[grown].set(layout.kv_lens, mode="drop")
+
+
+def _active(state: State, batch: DecodeBatch) -> jax.Array:
+    """bool `[B]`: sequences that are not padding and have not reached their limit."""
+    inside = batch.slots < state.tokens.shape[0]
+    return inside & (_rows_of(state.lengths, batch.slots) < batch.limits)
+
+
+def _rows_of(array: jax.Array, slots: jax.Array) -> jax.Array:
+    """Rows `slots` of an array `[S, ...]`; of padding, some row."""
+    return array.at[slots].get(mode="clip")
+
+
+def _last_rows(batch: PrefillBatch) -> jax.Array:
+    return jnp.maximum(jnp.asarray(batch.query_start)[1:] - 1, 0)

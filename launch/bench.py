@@ -20,12 +20,11 @@ from rich.table import Table
 
 from ..engine.accounting import arithmetic_peak, memory_bandwidth, peak_memory
 from ..engine.benchmark import Bench, Measurement
-from ..models.config import ModelConfig
 from ..models.errors import StokerError
-from ..models.loading import choose_kernels, choose_numerics
-from ..models.parameters import Params, count_bytes
+from ..models.loading import Model, choose_kernels, choose_numerics
+from ..models.parameters import count_bytes
 from ..models.random_weights import WEIGHTS, architecture, random_weights
-from . import common
+from . import common, traffic
 from .command import Command
 
 
@@ -43,6 +42,9 @@ def define_flags(values: flags.FlagValues) -> None:
     integer("gen_len", 64, "Tokens to generate, at least 2; the first comes from prefill.")
     integer("prefill_len", 512, "Tokens of the prompt whose prefill is measured.")
     integer("repeats", 3, "Measured runs, after one to warm up; medians are reported.")
+    integer("step_tokens", 256, "Most tokens that one step runs: the size of prefill chunks.")
+    integer("decode_steps", 1, "Decode steps that the device takes at once.")
+    traffic.define_flags(values)
     flags.DEFINE_string("json", None, "File to write all figures to.", flag_values=values)
     flags.DEFINE_string(
         "random_weights",
@@ -63,20 +65,36 @@ def run(values: flags.FlagValues) -> None:
         _check_writable(values.json)
     if values["weights"].present and values.random_weights is None:
         raise StokerError("--weights is the format of --random_weights; give that too")
-    subject = _subject(values)
-    limit = subject.config.max_positions
+    trace = traffic.read_trace(values)
+    model = _model(values)
+    if trace is not None:
+        report = traffic.measure(values, model, trace)
+    else:
+        report = _measure(values, model, batches)
+    if values.json is not None:
+        Path(values.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _measure(values: flags.FlagValues, model: Model, batches: list[int]) -> dict[str, Any]:
+    """Prefill, and decode at each batch size."""
+    limit = model.config.max_positions
     longest = max(values.prompt_len + values.gen_len, values.prefill_len)
     if longest > limit:
         raise StokerError(f"sequences of {longest} tokens: this model takes at most {limit}")
     total = (len(batches) + 1) * (values.repeats + 1)
     with _progress(total) as advance:
-        bench = Bench(subject.params, subject.config, repeats=values.repeats, advance=advance)
+        bench = Bench(
+            model,
+            repeats=values.repeats,
+            step_tokens=values.step_tokens,
+            decode_steps=values.decode_steps,
+            advance=advance,
+        )
         results = [bench.prefill(values.prefill_len)]
         results += [bench.decode(n, values.prompt_len, values.gen_len) for n in batches]
-    report = _report(subject, results)
+    report = _report(model, results)
     _print(report)
-    if values.json is not None:
-        Path(values.json).write_text(json.dumps(report, indent=1) + "\n")
+    return report
 
 
 def _check_writable(path: str) -> None:
@@ -87,19 +105,10 @@ def _check_writable(path: str) -> None:
         raise StokerError(f"--json: '{path}' cannot be written; name a file in a writable folder")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Subject:
-    name: str
-    config: ModelConfig
-    params: Params
-    load_s: float | None
-
-
-def _subject(values: flags.FlagValues) -> _Subject:
+def _model(values: flags.FlagValues) -> Model:
     """What is measured: a checkpoint, or an architecture with random weights."""
     if values.random_weights is None:
-        model = common.open_model(values)
-        return _Subject(model.name, model.config, model.params, model.load_seconds)
+        return common.open_model(values)
     common.cache_programs(values)
     config = choose_numerics(
         architecture(values.random_weights),
@@ -108,7 +117,8 @@ def _subject(values: flags.FlagValues) -> _Subject:
         choose_kernels(values.kernels, values.activations),
     )
     params = random_weights(config, values.weights)
-    return _Subject(f"{values.random_weights}, random {values.weights}", config, params, None)
+    name = f"{values.random_weights}, random {values.weights}"
+    return Model(name, Path(), config, params, None, 0, None)
 
 
 def _batches(given: list[str]) -> list[int]:
@@ -130,21 +140,21 @@ def _progress(total: int) -> Iterator[Any]:
         yield lambda: bar.advance(task)
 
 
-def _report(subject: _Subject, results: list[Measurement]) -> dict[str, Any]:
+def _report(model: Model, results: list[Measurement]) -> dict[str, Any]:
     """All figures, as JSON takes them: seconds, bytes, and operations, two to a multiply-add."""
     peak = peak_memory()  # before the probes take memory of their own
     bandwidth, bandwidth_source = memory_bandwidth()
-    operations, operations_source = arithmetic_peak(subject.config.kernels)
+    operations, operations_source = arithmetic_peak(model.config.kernels)
     return {
-        "model": subject.name,
+        "model": model.name,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "dtype": subject.config.dtype,
-        "kv_dtype": subject.config.kv_dtype,
-        "kernels": dataclasses.asdict(subject.config.kernels),
-        "load_s": subject.load_s,
-        "parameter_bytes": count_bytes(subject.params),
+        "dtype": model.config.dtype,
+        "kv_dtype": model.config.kv_dtype,
+        "kernels": dataclasses.asdict(model.config.kernels),
+        "load_s": model.load_seconds,
+        "parameter_bytes": count_bytes(model.params),
         "peak_memory_bytes": peak,
         "bandwidth_bytes_s": bandwidth or None,
         "bandwidth_source": bandwidth_source,
@@ -164,6 +174,7 @@ def _result(result: Measurement, bandwidth: float, operations: float) -> dict[st
         "tok_s": result.tok_s,
         "ttft_s": result.median_s if result.name == "prefill" else None,
         "step_s": result.step_s,
+        "host_share": result.host_share,
         "floor_step_s": floor or None,
         "bytes_per_step": result.cost.bytes,
         "operations_per_step": result.cost.operations,
@@ -174,8 +185,8 @@ def _result(result: Measurement, bandwidth: float, operations: float) -> dict[st
 
 def _print(report: dict[str, Any]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    headings = ("", "B", "context", "tok/s", "ms/step", "floor ms", "MB/step", "of bandwidth")
-    for heading in (*headings, "MOP/step", "of peak", "compile s"):
+    headings = ("", "B", "context", "tok/s", "ms/step", "floor ms", "host", "MB/step")
+    for heading in (*headings, "of bandwidth", "MOP/step", "of peak", "compile s"):
         table.add_column(heading, justify="right" if heading else "left")
     for result in report["results"]:
         floor, share = result["floor_step_s"], result["bandwidth_share"]
@@ -186,6 +197,7 @@ def _print(report: dict[str, Any]) -> None:
             f"{result['tok_s']:.1f}",
             f"{result['step_s'] * 1e3:.2f}",
             f"{floor * 1e3:.2f}" if floor else "-",
+            f"{result['host_share']:.0%}",
             f"{result['bytes_per_step'] / 1e6:.1f}",
             f"{share:.0%}" if share else "-",
             f"{result['operations_per_step'] / 1e6:.0f}",

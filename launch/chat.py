@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from absl import flags
 
 from ..engine.accounting import memory_bandwidth
-from ..engine.session import Session
-from ..engine.text import Reply, stream_reply
+from ..engine.engine import Engine
+from ..engine.replies import Reply
 from ..models.errors import StokerError
-from ..models.loading import Model
 from ..models.tokenizers import encode_chat
 from . import common
 from .command import Command
@@ -35,17 +34,18 @@ def run(values: flags.FlagValues) -> None:
     template = common.chat_template(values)
     limit = memory_bandwidth() if values.stats else None
     model = common.open_model(values)
+    tokenizer = common.tokenizer_of(model)
     start = [] if values.system is None else [{"role": "system", "content": values.system}]
 
     def encode(messages: list[dict[str, str]]) -> list[int]:
-        return encode_chat(model.tokenizer, messages, template=template)
+        return encode_chat(tokenizer, messages, template=template)
 
     encode([*start, {"role": "user", "content": "Hello"}])  # a template that fails, fails now
-    session = common.new_session(values, model, DEFAULT_CONTEXT)
-    session.warmup()
+    engine = common.new_engine(values, model, DEFAULT_CONTEXT)
+    engine.warmup()
     interactive = sys.stdin.isatty()
     if interactive:
-        print(f"{model.name}, context {session.context} tokens. {HELP}", file=sys.stderr)
+        print(f"{model.name}, context {engine.context} tokens. {HELP}", file=sys.stderr)
     messages = list(start)
     for line in _lines(interactive):
         if line == "/exit":
@@ -58,25 +58,26 @@ def run(values: flags.FlagValues) -> None:
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            reply = Reply(prompt_ids=encode(asked))
-            _answer(model, session, reply, params)
+            reply = _answer(engine, encode(asked), params)
         except StokerError as error:
             print(f"stoker chat: {error}; /reset starts afresh", file=sys.stderr)
             continue
         messages = [*asked, {"role": "assistant", "content": reply.text}]
         if limit:
-            print_stats(reply_stats(model, session, reply, limit))
+            print_stats(reply_stats(engine, reply, limit))
 
 
-def _answer(model: Model, session: Session, reply: Reply, params: common.SamplingParams) -> None:
+def _answer(engine: Engine, ids: list[int], params: common.SamplingParams) -> Reply:
     """Streams one reply; an interruption keeps what was said so far."""
-    stream = stream_reply(session, model.tokenizer, reply, params)
+    stream = engine.stream(ids, params)
     try:
-        for piece in stream:
-            print(piece, end="", flush=True)
+        for delta in stream:
+            reply = delta.reply
+            print(delta.text, end="", flush=True)
     except KeyboardInterrupt:
         stream.close()
     print(flush=True)
+    return reply
 
 
 def _lines(interactive: bool) -> Iterator[str]:

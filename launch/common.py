@@ -10,14 +10,15 @@ from typing import Any
 import jax
 from absl import flags
 
-from ..engine.sampling import SamplingParams
-from ..engine.session import Session
+from ..engine.engine import Engine
+from ..engine.sampling_params import SamplingParams
 from ..models.config import ACTIVATION_TYPES, DTYPES, PLATFORMS
 from ..models.errors import StokerError
 from ..models.loading import Model, load_model
 from ..models.sources import DEFAULT_MODEL, byte_bar, cache_folder
+from ..models.tokenizers import Tokenizer
 
-#: Where `--context` is not given: sessions are rounded up to a power of two from here, so that a
+#: Where `--context` is not given: contexts are rounded up to a power of two from here, so that a
 #: few compiled shapes serve all prompts.
 SMALLEST_CONTEXT = 1024
 #: Bytes of compiled programs to keep.
@@ -161,6 +162,13 @@ def open_model(values: flags.FlagValues) -> Model:
         )
 
 
+def tokenizer_of(model: Model) -> Tokenizer:
+    """The model's tokenizer; a StokerError where it has none."""
+    if model.tokenizer is None:
+        raise StokerError(f"model '{model.name}' has no tokenizer; give token ids, not text")
+    return model.tokenizer
+
+
 def cache_programs(values: flags.FlagValues) -> None:
     """Points JAX's compilation cache at the cache folder, as `--cache_programs` says.
 
@@ -180,12 +188,12 @@ def cache_programs(values: flags.FlagValues) -> None:
         jax.config.update("jax_compilation_cache_max_size", PROGRAMS_BYTES)
 
 
-def new_session(values: flags.FlagValues, model: Model, needed: int) -> Session:
-    """A session for at least `needed` tokens, or for `--context` of them."""
+def new_engine(values: flags.FlagValues, model: Model, needed: int) -> Engine:
+    """An engine for one sequence of at least `needed` tokens, or of `--context` of them."""
     context = values.context
     if context is None:
         context = min(round_context(needed), model.config.max_positions)
-    return Session(model.params, model.config, context=context)
+    return Engine(model, slots=1, context=context)
 
 
 def round_context(needed: int) -> int:

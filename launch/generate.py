@@ -8,7 +8,7 @@ import sys
 from absl import flags
 
 from ..engine.accounting import memory_bandwidth
-from ..engine.text import Reply, stream_reply
+from ..engine.replies import Reply
 from ..models.errors import StokerError
 from ..models.loading import Model
 from ..models.tokenizers import encode_chat
@@ -56,14 +56,14 @@ def run(values: flags.FlagValues) -> None:
     if text is not None:
         ids = _encode(values, model, text)
     assert ids is not None
-    session = common.new_session(values, model, len(ids) + values.max_tokens)
-    session.check_prompt(ids)
-    session.warmup(ids)
-    reply = Reply(prompt_ids=ids)
-    for piece in stream_reply(session, model.tokenizer, reply, params):
+    engine = common.new_engine(values, model, len(ids) + values.max_tokens)
+    engine.check(ids, params)
+    engine.warmup(len(ids))
+    for delta in engine.stream(ids, params):
+        reply = delta.reply
         if not values.json:
-            print(piece, end="", flush=True)
-    stats = reply_stats(model, session, reply, limit) if limit else None
+            print(delta.text, end="", flush=True)
+    stats = reply_stats(engine, reply, limit) if limit else None
     if values.json:
         print(json.dumps(reply_json(model, reply) | ({"stats": stats} if stats else {})))
     else:
@@ -79,10 +79,10 @@ def reply_json(model: Model, reply: Reply) -> dict[str, object]:
         "text": reply.text,
         "prompt_ids": reply.prompt_ids,
         "ids": reply.ids,
-        "logprobs": reply.logprobs,
+        "logprobs": reply.choices[0].logprobs,
         "finish_reason": reply.finish_reason,
-        "ttft_s": reply.ttft_s,
-        "decode_tok_s": reply.decode_tok_s,
+        "ttft_s": reply.times.ttft_s,
+        "decode_tok_s": 1 / reply.tpot_s if reply.tpot_s else 0.0,
     }
 
 
@@ -121,7 +121,7 @@ def _given_text(values: flags.FlagValues) -> str:
 
 def _encode(values: flags.FlagValues, model: Model, text: str) -> list[int]:
     if not values.chat:
-        ids = model.tokenizer.encode(text, parse_special=values.parse_special)
+        ids = common.tokenizer_of(model).encode(text, parse_special=values.parse_special)
         if not ids:
             raise StokerError(
                 "the prompt is empty, and this model has no begin token to start from"
@@ -129,7 +129,7 @@ def _encode(values: flags.FlagValues, model: Model, text: str) -> list[int]:
         return ids
     system = [] if values.system is None else [{"role": "system", "content": values.system}]
     messages = [*system, {"role": "user", "content": text}]
-    return encode_chat(model.tokenizer, messages, template=common.chat_template(values))
+    return encode_chat(common.tokenizer_of(model), messages, template=common.chat_template(values))
 
 
 COMMAND = Command("generate", define_flags, run)

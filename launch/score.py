@@ -10,6 +10,7 @@ from typing import Any
 
 from absl import flags
 
+from ..engine.sampling_params import SamplingParams
 from ..models.errors import StokerError
 from . import common
 from .command import Command
@@ -37,17 +38,18 @@ def run(values: flags.FlagValues) -> None:
     text = None if values.text_file is None else common.read_text("text_file", values.text_file)
     model = common.open_model(values)
     if text is not None:
-        ids = model.tokenizer.encode(text)
+        ids = common.tokenizer_of(model).encode(text)
     assert ids is not None
     if len(ids) < 2:
         raise StokerError(f"there are {len(ids)} tokens to score; at least 2 are needed")
-    session = common.new_session(values, model, len(ids))
+    engine = common.new_engine(values, model, len(ids))
     start = time.perf_counter()
-    logprobs = session.score(ids)
+    (reply,) = engine.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=0))
     seconds = time.perf_counter() - start
+    if reply.error:
+        raise StokerError(reply.error)
+    logprobs = reply.prompt_logprobs or []
     known = [value for value in logprobs if value is not None]
-    if not all(map(math.isfinite, known)):
-        raise StokerError("the model's logits are not finite; the weights may be damaged")
     perplexity = math.exp(-math.fsum(known) / len(known))
     if values.json:
         result = {"model": model.name, "ids": ids, "logprobs": logprobs, "perplexity": perplexity}
@@ -55,10 +57,9 @@ def run(values: flags.FlagValues) -> None:
     else:
         print(f"perplexity {perplexity:.4f} over {len(known)} tokens")
     if values.stats:
-        compile_s = sum(program.seconds for program in session.programs.compilations)
         print(
-            f"load {model.load_seconds:.2f} s, compile {compile_s:.2f} s, "
-            f"scored {len(ids) / (seconds - compile_s):.0f} tok/s",
+            f"load {model.load_seconds:.2f} s, compile {engine.compile_s:.2f} s, "
+            f"scored {len(ids) / (seconds - engine.compile_s):.0f} tok/s",
             file=sys.stderr,
         )
 

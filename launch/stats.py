@@ -6,14 +6,11 @@ import sys
 from typing import Any
 
 from ..engine.accounting import peak_memory, step_cost
-from ..engine.session import Session
-from ..engine.text import Reply
-from ..models.loading import Model
+from ..engine.engine import Engine
+from ..engine.replies import Reply
 
 
-def reply_stats(
-    model: Model, session: Session, reply: Reply, limit: tuple[float, str]
-) -> dict[str, Any]:
+def reply_stats(engine: Engine, reply: Reply, limit: tuple[float, str]) -> dict[str, Any]:
     """What one reply cost, by name; plain numbers for JSON. Bytes are of an average decode step.
 
     `limit` comes from `memory_bandwidth`, asked before the model was loaded: its probe takes memory
@@ -21,17 +18,18 @@ def reply_stats(
     """
     tokens = len(reply.prompt_ids)
     context = tokens + len(reply.ids) / 2
+    model = engine.model
     cost = step_cost(model.config, model.params, [context])
-    seconds = reply.decode_s / reply.decode_steps if reply.decode_steps else None
+    seconds = reply.tpot_s or None
     bandwidth, source = limit
     achieved = cost.bytes / seconds if seconds else None
     return {
         "load_s": model.load_seconds,
-        "compile_s": sum(program.seconds for program in session.programs.compilations),
+        "compile_s": engine.compile_s,
         "prompt_tokens": tokens,
-        "reused_tokens": reply.reused_tokens,
-        "ttft_s": reply.ttft_s,
-        "decode_tok_s": reply.decode_tok_s,
+        "reused_tokens": reply.cached_tokens,
+        "ttft_s": reply.times.ttft_s,
+        "decode_tok_s": 1 / seconds if seconds else 0.0,
         "step_bytes": {
             "weights": round(cost.weights),
             "kv_read": round(cost.kv_read),

@@ -48,18 +48,18 @@ class Model:
       path: the file (of a split model: its first shard), or the folder of safetensors files.
       config: the architecture.
       params: the tree of `abstract_params(config)`, of JAX arrays and `QuantArray`s.
-      tokenizer: of the checkpoint.
+      tokenizer: of the checkpoint; None where weights are random.
       file_bytes: size of the checkpoint.
-      load_seconds: from the name to the parameters on the device.
+      load_seconds: from the name to the parameters on the device; None likewise.
     """
 
     name: str
     path: pathlib.Path
     config: ModelConfig
     params: Params = dataclasses.field(repr=False)
-    tokenizer: Tokenizer = dataclasses.field(repr=False)
+    tokenizer: Tokenizer | None = dataclasses.field(repr=False)
     file_bytes: int
-    load_seconds: float
+    load_seconds: float | None
 
 
 def load_model(

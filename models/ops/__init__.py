@@ -3,7 +3,17 @@
 `xla/` is the reference and runs anywhere; `cpu/` are compiled kernels for the CPU.
 """
 
-from .dispatch import attention, embed, gated_matmul, grouped_matmul, matmul, products
+from .dispatch import (
+    attention,
+    embed,
+    gated_matmul,
+    grouped_matmul,
+    largest,
+    logsumexp,
+    matmul,
+    products,
+    sample,
+)
 from .elementwise import activate, rms_norm, rotary_tables, softcap
 from .layout import Layout
 
@@ -14,9 +24,12 @@ __all__ = [
     "embed",
     "gated_matmul",
     "grouped_matmul",
+    "largest",
+    "logsumexp",
     "matmul",
     "products",
     "rms_norm",
     "rotary_tables",
+    "sample",
     "softcap",
 ]

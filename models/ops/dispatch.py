@@ -121,3 +121,40 @@ def attention(
     return xla.attention(
         q, k, v, k_pages, v_pages, layout, scale=scale, window=window, softcap=softcap
     )
+
+
+def sample(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    uniform: jax.Array,
+    kernels: Kernels,
+) -> tuple[jax.Array, jax.Array]:
+    """One token for each row of `logits [B, V]`, and the row's log of summed exponentials.
+
+    Args and results as of `xla.sample`, which says more.
+    """
+    implementation = cpu.sample if kernels.platform == "cpu" else xla.sample
+    return implementation(logits, temperature, top_k, top_p, min_p, uniform)
+
+
+def logsumexp(logits: jax.Array, kernels: Kernels) -> jax.Array:
+    """The second result of `sample` alone."""
+    if kernels.platform == "cpu":
+        nothing = jnp.zeros(logits.shape[:1])
+        return cpu.sample(logits, nothing, nothing.astype(jnp.int32), nothing, nothing, nothing)[1]
+    return jax.nn.logsumexp(logits, axis=-1)
+
+
+def largest(
+    logits: jax.Array, wanted: jax.Array, count: int, kernels: Kernels
+) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of `logits [B, V]` and their ids, as of `xla.largest`.
+
+    Rows that are not `wanted` (bool `[B]`) may hold anything.
+    """
+    if kernels.platform == "cpu":
+        return cpu.largest(logits, wanted, count)
+    return xla.largest(logits, count)

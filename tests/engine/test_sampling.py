@@ -1,158 +1,297 @@
-"""Sampling against NumPy: filters, greedy limits, seeds, and values refused at the door."""
+"""What is chosen for whole requests: edits, limits, seeds, log-probabilities, neighbours."""
 
 from __future__ import annotations
 
-import collections
+import functools
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from tiny import KERNELS
 
-from stoker.engine.sampling import SamplingParams, filter_logits, pack_sampling, sample
-from stoker.models.errors import StokerError
+from stoker import SamplingParams
+from stoker.engine.sampling import Choice, choose, pack_sampling, uniforms
 
-SAMPLE = jax.jit(sample)
-FILTER = jax.jit(filter_logits)
-
-
-def draw(logits: list[float], params: SamplingParams, positions: range) -> collections.Counter:
-    rows = len(positions)
-    sampling = pack_sampling([params] * rows)
-    many = np.tile(np.array(logits, np.float32), (rows, 1))
-    tokens = SAMPLE(many, sampling, np.array(positions, np.int32))
-    return collections.Counter(np.asarray(tokens).tolist())
+V = 300
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(0, 3, V).astype(np.float32)
+PROMPT = [5, 9, 9, 250]
+REPLY = [7, 9, 7, 7, 299]
 
 
-def numpy_filter(scaled: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Kept mask of one row: sorting and cumulative sums in float64, ties kept."""
-    order = np.argsort(-scaled, kind="stable")
-    kept = np.ones(len(scaled), bool)
-    if 0 < params.top_k < len(scaled):
-        kept &= scaled >= scaled[order[params.top_k - 1]]
-    weights = np.where(kept, np.exp(scaled.astype(np.float64)), 0)
-    if params.top_p < 1:
-        below = np.cumsum(weights[order]) - weights[order]
-        last = order[np.flatnonzero(below < params.top_p * weights.sum())[-1:]]
-        kept &= scaled >= (scaled[last[0]] if len(last) else scaled.max())
-    kept &= scaled >= np.log(max(params.min_p, 1e-300))
-    return kept | (scaled == scaled.max())
+@pytest.fixture(scope="module", params=KERNELS)
+def platform(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    top_k=st.sampled_from([-1, 0, 1, 2, 7, 64, 10**9]),
-    top_p=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0]),
-    spread=st.sampled_from([0.01, 1.0, 30.0]),
-)
-def test_filters_keep_what_sorting_keeps(
-    seed: int, top_k: int, top_p: float, min_p: float, spread: float
-) -> None:
-    logits = np.random.default_rng(seed).normal(0, spread, 64).astype(np.float32)
-    scaled = logits - logits.max()
-    params = SamplingParams(temperature=1, top_k=top_k, top_p=top_p, min_p=min_p)
-    kept = np.isfinite(FILTER(scaled[None], pack_sampling([params]))[0])
-    expected = numpy_filter(scaled, params)
-    # A sum that meets top_p to within rounding may fall on either side.
-    assert (kept != expected).sum() <= (1 if 0 < top_p < 1 else 0)
-    assert kept[scaled.argmax()]
+@functools.lru_cache
+def chooser(platform: str):
+    return jax.jit(functools.partial(choose, kernels=KERNELS[platform], top=20))
 
 
-def test_ties_are_kept_together() -> None:
-    params = SamplingParams(temperature=1, top_k=2, seed=0)
-    assert set(draw([1.0, 1.0, 1.0, -5.0], params, range(300))) == {0, 1, 2}
+def pick(
+    platform: str,
+    logits: np.ndarray,
+    requests: Sequence[SamplingParams],
+    *,
+    prompt: Sequence[int] = PROMPT,
+    reply: Sequence[int] = REPLY,
+    end_ids: Sequence[int] = (),
+    positions: Sequence[int] | None = None,
+    capacity: int = 16,
+) -> Choice:
+    """What `choose` makes of rows `logits` (one or many), after the same prompt and reply."""
+    asked = len(requests)
+    # Few sizes, so that few programs are compiled.
+    rows = next(size for size in (1, 8, 64, 256) if size >= asked)
+    requests = [*requests, *[SamplingParams(seed=0)] * (rows - asked)]
+    logits = np.asarray(logits, np.float32)
+    if logits.ndim == 2:
+        logits = np.pad(logits, ((0, rows - asked), (0, 0)))
+    logits = np.broadcast_to(logits, (rows, logits.shape[-1]))
+    tokens = [*prompt, *reply]
+    # What lies beyond the known tokens must not be read: fill it with one that would show.
+    history = np.full((rows, capacity), int(logits[0].argmax()), np.int32)
+    history[:, : len(tokens)] = tokens
+    places = np.full(rows, len(tokens), np.int32)
+    if positions is not None:
+        places[:asked] = positions
+    sampling = pack_sampling(requests, logits.shape[-1], [len(prompt)] * rows, end_ids)
+    choice = chooser(platform)(logits, sampling, history, places)
+    return jax.tree.map(lambda rows: np.asarray(rows)[:asked], choice)
 
 
-def test_temperature_comes_before_top_p() -> None:
-    """Logits 3, 2, 1 at temperature 0.5 give 0.8668, 0.1173, 0.0159: top_p 0.8 keeps the first."""
-    params = SamplingParams(temperature=0.5, top_p=0.8, seed=3)
-    assert set(draw([3, 2, 1], params, range(500))) == {0}
-    assert set(draw([3, 2, 1], SamplingParams(temperature=1, top_p=0.8), range(500))) == {0, 1}
+def edited(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Logits as a request changes them, by a loop over tokens in float64."""
+    out = logits.astype(np.float64)
+    for token, bias in params.biases:
+        if abs(bias) < 100:
+            out[token] += bias
+    for token in range(len(out)):
+        if token in PROMPT + REPLY:
+            factor = params.repetition_penalty
+            out[token] = out[token] * factor if out[token] < 0 else out[token] / factor
+        out[token] -= params.frequency_penalty * REPLY.count(token)
+        out[token] -= params.presence_penalty * (token in REPLY)
+    return out
 
 
-@pytest.mark.parametrize("off", [{"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 1}])
-def test_narrowest_filters_take_the_best(off: dict) -> None:
-    assert set(draw([0.0, 2.0, 1.9], SamplingParams(temperature=5, **off), range(200))) == {1}
+EDITS = {
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition below one": {"repetition_penalty": 0.5},
+    "presence": {"presence_penalty": 2.0},
+    "frequency": {"frequency_penalty": -1.5},
+    "bias": {"logit_bias": {7: 30, 8: -20, 299: 31.5, 0: 1}},
+    "all": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": -2.0,
+        "frequency_penalty": 0.7,
+        "logit_bias": {9: 20, 5: 3, 299: 12.5},
+    },
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_are_those_of_a_loop_over_tokens(platform: str, name: str) -> None:
+    """Every token's probability is seen through the draws of evenly spaced seeds' numbers."""
+    params = SamplingParams(temperature=1.5, seed=1, **EDITS[name])
+    expected = edited(LOGITS, params) / 1.5
+    weights = np.exp(expected - expected.max())
+    running = np.cumsum(weights) / weights.sum()
+    requests = [SamplingParams(1.5, seed=seed, **EDITS[name]) for seed in range(256)]
+    keys = pack_sampling(requests, V).key
+    numbers = np.asarray(uniforms(keys, np.full(256, len(PROMPT + REPLY), np.int32)))
+    tokens = pick(platform, LOGITS, requests).tokens
+    assert tokens.tolist() == np.searchsorted(running, numbers, side="right").tolist()
+    greedy = pick(platform, LOGITS, [SamplingParams(**EDITS[name])]).tokens
+    assert greedy.tolist() == [int(expected.argmax())]
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("penalty", [0.5, 1.2, 3.0])
+def test_repetition_penalty_agrees_with_hugging_face(platform: str, penalty: float) -> None:
+    import torch
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    processor = RepetitionPenaltyLogitsProcessor(penalty=penalty)
+    for seed in range(20):
+        logits = np.random.default_rng(seed).normal(1, 1, 24).astype(np.float32)
+        history = torch.tensor([[1, 2, 3, 4, 5, 6, 6]])
+        want = processor(history, torch.tensor(logits[None]))[0].argmax()
+        params = SamplingParams(repetition_penalty=penalty)
+        got = pick(platform, logits, [params], prompt=[1, 2, 3], reply=[4, 5, 6, 6])
+        assert got.tokens.tolist() == [int(want)]
+
+
+def test_an_empty_history_has_no_penalties(platform: str) -> None:
+    params = SamplingParams(repetition_penalty=100, presence_penalty=2, frequency_penalty=2)
+    chosen = pick(platform, LOGITS, [params], prompt=[], reply=[], capacity=0)
+    assert chosen.tokens.tolist() == [LOGITS.argmax()]
+
+
+@pytest.mark.parametrize("temperature", [0, 1, 100])
+def test_biases_at_the_ends_force_and_ban(platform: str, temperature: float) -> None:
+    best = int(LOGITS.argmax())
+    options = {"temperature": temperature, "presence_penalty": 2, "repetition_penalty": 100}
+    seeds = range(64)
+
+    def drawn(**more) -> set[int]:
+        requests = [SamplingParams(seed=seed, **options, **more) for seed in seeds]
+        return set(pick(platform, LOGITS, requests).tokens.tolist())
+
+    assert drawn(logit_bias={"7": 100}) == {7}
+    assert drawn(logit_bias={7: 100, 299: -100, 8: 50}) == {7}
+    assert drawn(allowed_ids=[7, 299], logit_bias={299: -100}) == {7}
+    assert best not in drawn(logit_bias={best: -100})
+    assert drawn(allowed_ids=[9, 64, 299]) <= {9, 64, 299}
+
+
+def test_neighbours_are_left_alone(platform: str) -> None:
+    """Each row of a batch that uses everything is what it is alone."""
+    requests = [SamplingParams(1.0, seed=3), *(SamplingParams(**edit) for edit in EDITS.values())]
+    requests += [SamplingParams(allowed_ids=[4, 200]), SamplingParams(min_tokens=50, logprobs=3)]
+    requests += [SamplingParams(0.7, top_k=9, seed=8, logit_bias={4: 100, 5: 100})]
+    logits = RNG.normal(0, 3, (len(requests), V)).astype(np.float32)
+    ends = [int(logits[8].argmax())]
+    together = pick(platform, logits, requests, end_ids=ends)
+    for row, request in enumerate(requests):
+        alone = pick(platform, logits[row], [request], end_ids=ends)
+        assert alone.tokens[0] == together.tokens[row]
+        assert alone.top_ids[0].tolist() == together.top_ids[row].tolist()
+        np.testing.assert_allclose(alone.logprobs[0], together.logprobs[row], atol=2e-6)
+
+
+def test_end_tokens_wait_for_min_tokens(platform: str) -> None:
+    """With ends 7 and 9 most likely, none is chosen before; a user's stop id is."""
+    logits = LOGITS.copy()
+    logits[[7, 9, 3]] = [50, 40, 30]
+    lengths = [4, 5, 13, 14, 15]  # tokens before this one, 4 of them the prompt
+
+    def tokens(**options) -> list[int]:
+        requests = [SamplingParams(min_tokens=10, **options)] * 5
+        chosen = pick(platform, logits, requests, end_ids=[9, 7], positions=lengths, reply=[1] * 11)
+        return chosen.tokens.tolist()
+
+    assert tokens() == [3, 3, 3, 7, 7]
+    assert tokens(ignore_eos=True) == [3, 3, 3, 7, 7]
+    assert tokens(stop_ids=[3]) == [3, 3, 3, 7, 7]
+    assert tokens(stop_ids=[9]) == [9, 9, 9, 7, 7]
+    # Where nothing else may be generated, the end may.
+    assert tokens(allowed_ids=[7, 9]) == [7] * 5
+    assert tokens(allowed_ids=[7, 5]) == [5, 5, 5, 7, 7]
+
+
+@pytest.mark.parametrize("width", [16, 31, 33])
+def test_tiny_vocabularies(platform: str, width: int) -> None:
+    logits = LOGITS[:width]
+    last = width - 1
+    assert pick(platform, logits, [SamplingParams(allowed_ids=[last])], reply=[]).tokens == [last]
+    rows = [SamplingParams(1.0, top_k=10**9, seed=s, logit_bias={last: 20}) for s in range(50)]
+    assert last in pick(platform, logits, rows, prompt=[1], reply=[2]).tokens
+    # All of the vocabulary are ends: then these may be generated.
+    held = SamplingParams(min_tokens=9)
+    chosen = pick(platform, logits[:16], [held], end_ids=range(16), prompt=[1], reply=[])
+    assert chosen.tokens.tolist() == [logits[:16].argmax()]
+
+
+def test_logprobs_are_the_models_own(platform: str) -> None:
+    """The same whatever the temperature, filters, bans and penalties; the best ones too."""
+    wide = LOGITS.astype(np.float64)
+    raw = wide - np.log(np.exp(wide).sum())
+    best = np.argsort(-raw)[:20]
+    requests = [
+        SamplingParams(logprobs=20),
+        SamplingParams(1.0, seed=5, logprobs=20),
+        SamplingParams(5.0, seed=6, logprobs=5, top_p=0.5, presence_penalty=2.0),
+        SamplingParams(logprobs=20, logit_bias={int(best[0]): -100}, repetition_penalty=2.0),
+        SamplingParams(logprobs=0),
+        SamplingParams(),
+    ]
+    chosen = pick(platform, LOGITS, requests)
+    np.testing.assert_allclose(chosen.logprobs, raw[chosen.tokens], atol=1e-5)
+    assert chosen.finite.all()
+    assert chosen.tokens[3] != best[0]
+    for row in range(4):
+        assert chosen.top_ids[row].tolist() == best.tolist()
+        np.testing.assert_allclose(chosen.top_logprobs[row], raw[best], atol=1e-5)
+    assert (chosen.top_ids[4:] == -1).all() and np.isneginf(chosen.top_logprobs[4:]).all()
+
+
+def test_all_logprobs_of_a_small_vocabulary_are_whole(platform: str) -> None:
+    chosen = pick(platform, LOGITS[:16], [SamplingParams(logprobs=20)], prompt=[], reply=[])
+    assert abs(np.exp(chosen.top_logprobs).sum() - 1) < 1e-5
+    assert sorted(chosen.top_ids[0, :16].tolist()) == list(range(16))
+    assert (chosen.top_ids[0, 16:] == -1).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_mean_nothing_are_marked(platform: str, bad: float) -> None:
+    logits = np.tile(LOGITS, (3, 1))
+    logits[1, 13] = bad
+    for options in ({}, {"temperature": 1.0}, {"top_k": 3, "temperature": 1.0}, EDITS["all"]):
+        requests = [SamplingParams(seed=4, logprobs=2, **options)] * 3
+        chosen = pick(platform, logits, requests)
+        assert chosen.finite.tolist() == [True, False, True]
+        assert ((chosen.tokens >= 0) & (chosen.tokens < V)).all()
+        alone = pick(platform, LOGITS, requests[:1])
+        assert chosen.tokens[[0, 2]].tolist() == alone.tokens.tolist() * 2
+        assert np.isfinite(chosen.logprobs[[0, 2]]).all()
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-12, 1e-6, 1e-4])
-def test_tiny_temperatures_take_the_best(temperature: float) -> None:
-    logits = np.random.default_rng(0).normal(0, 3, 500)
-    drawn = draw(logits.tolist(), SamplingParams(temperature=temperature), range(20))
-    assert set(drawn) == {int(logits.argmax())}
+def test_tiny_temperatures_take_the_best(platform: str, temperature: float) -> None:
+    requests = [SamplingParams(temperature, seed=seed) for seed in range(20)]
+    assert set(pick(platform, LOGITS, requests).tokens.tolist()) == {int(LOGITS.argmax())}
 
 
-def test_draws_follow_the_distribution() -> None:
-    logits, n = [2.0, 1.0, 0.0, -1.0], 20000
-    drawn = draw(logits, SamplingParams(temperature=2.0, seed=9), range(n))
-    expected = np.exp(np.array(logits) / 2)
-    expected /= expected.sum()
-    for token, share in enumerate(expected):
-        # Five standard deviations of a binomial share.
-        assert abs(drawn[token] / n - share) < 5 * np.sqrt(share * (1 - share) / n)
+def test_a_top_k_of_one_is_greedy(platform: str) -> None:
+    logits = np.array([0, 2, 2, 1.9], np.float32)  # even where two are the best
+    for narrow in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}):
+        requests = [SamplingParams(5.0, seed=seed, **narrow) for seed in range(20)]
+        assert set(pick(platform, logits, requests, prompt=[], reply=[]).tokens.tolist()) == {1}
 
 
-def test_draw_depends_on_seed_and_position_only() -> None:
-    logits = np.random.default_rng(1).normal(0, 1, (1, 100)).astype(np.float32)
-    hot = SamplingParams(temperature=3, seed=2**40 + 1)
-    alone = SAMPLE(logits, pack_sampling([hot]), np.array([17], np.int32))[0]
-    others = [SamplingParams(), SamplingParams(temperature=1, top_k=3, seed=4), hot, hot]
-    rows = np.concatenate([logits * 0.3, logits * 2, logits, logits])
-    together = SAMPLE(rows, pack_sampling(others), np.array([17, 17, 17, 18], np.int32))
-    assert together[2] == alone
-    by_seed = {
-        int(SAMPLE(logits, pack_sampling([SamplingParams(3, seed=s)]), np.array([17]))[0])
-        for s in (0, 1, 2, 2**32, 2**33, 2**62)
-    }
-    assert len(by_seed) > 3
+def test_seeds_and_positions_decide_alone(platform: str) -> None:
+    """Neither neighbours nor batch size count; other seeds and places draw other tokens."""
+    flat = RNG.normal(0, 0.5, V).astype(np.float32)
+    hot = SamplingParams(1.0, seed=2**40 + 1)
+    alone = pick(platform, flat, [hot], positions=[17]).tokens[0]
+    for rows in (8, 64):
+        others = [SamplingParams(1.0, seed=seed, top_k=1 + seed % 3 * 40) for seed in range(rows)]
+        others[5] = hot
+        assert pick(platform, flat, others, positions=[17] * rows).tokens[5] == alone
+    seeds = [hot, *(SamplingParams(1.0, seed=s) for s in (0, 1, 2, 2**32, 2**33, 2**62))]
+    assert len(set(pick(platform, flat, seeds, positions=[17] * 7).tokens.tolist())) > 4
+    assert len(set(pick(platform, flat, [hot] * 8, positions=range(8)).tokens.tolist())) > 4
 
 
-def test_no_seed_means_a_fresh_one() -> None:
-    keys = {tuple(pack_sampling([SamplingParams(1.0)]).key[0].tolist()) for _ in range(20)}
-    assert len(keys) == 20
+def test_choices_of_one_request_differ(platform: str) -> None:
+    """Thirty tokens of n=4 with a seed: four texts, and the same four again."""
+    flat = RNG.normal(0, 0.5, V).astype(np.float32)
+    params = SamplingParams(1.0, seed=1, n=4)
+
+    def texts() -> list[tuple[int, ...]]:
+        return [
+            tuple(pick(platform, flat, [params.child(i)] * 30, positions=range(30)).tokens)
+            for i in range(4)
+        ]
+
+    assert len(set(texts())) == 4
+    assert texts() == texts()
+    fresh = [SamplingParams(1.0)] * 10
+    runs = {tuple(pick(platform, flat, fresh, positions=[9] * 10).tokens) for _ in range(10)}
+    assert len(runs) == 10
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.int32, np.int64])
-def test_numpy_integers_are_integers(kind: type) -> None:
-    params = SamplingParams(1.0, top_k=kind(3), seed=kind(5), max_tokens=kind(9))
-    assert params == SamplingParams(1.0, top_k=3, seed=5, max_tokens=9)
-    assert pack_sampling([params]).key.tolist() == [[0, 5]]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", 1e9),
-        ("temperature", float("nan")),
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("top_p", -0.1),
-        ("top_p", 1.1),
-        ("min_p", 2),
-        ("min_p", float("inf")),
-        ("top_k", -5),
-        ("top_k", 1.5),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("max_tokens", 0),
-        ("max_tokens", True),
-        ("stop", [""]),
-        ("stop", [3]),
-    ],
-)
-def test_bad_values_are_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(StokerError, match=f"^{name} "):
-        SamplingParams(**{name: value})
-
-
-def test_one_structure_for_all_requests() -> None:
-    """Options never change the tree or its types, so they never recompile."""
-    plain = pack_sampling([SamplingParams()])
-    full = pack_sampling([SamplingParams(0.5, 10**9, 0.5, 0.5, 7, 9, ("x",), True)])
-    assert jax.tree.map(jnp.shape, plain) == jax.tree.map(jnp.shape, full)
-    assert jax.tree.map(jnp.result_type, plain) == jax.tree.map(jnp.result_type, full)
+def test_numbers_are_uniform() -> None:
+    """Over seeds and over positions: a chi-square of 64 cells within six standard deviations."""
+    keys = np.stack([np.zeros(8192), np.arange(8192)], -1).astype(np.uint32)
+    over_seeds = uniforms(keys, np.full(8192, 3, np.int32))
+    over_positions = uniforms(np.tile(keys[5], (8192, 1)), np.arange(8192, dtype=np.int32))
+    for numbers in (over_seeds, over_positions):
+        numbers = np.asarray(numbers)
+        assert (numbers >= 0).all() and (numbers < 1).all()
+        counts = np.bincount((numbers * 64).astype(int), minlength=64)
+        chi = ((counts - 128) ** 2 / 128).sum()
+        assert abs(chi - 63) < 6 * np.sqrt(2 * 63)

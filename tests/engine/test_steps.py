@@ -8,14 +8,14 @@ import functools
 import jax
 import numpy as np
 import pytest
-from driving import chunk, jitted, page_table, prompt_logits
-from tiny import KERNELS, TINY, random_params, variant
+from driving import chunk, decoding, jitted, new_state, page_table, prompt_logits
+from tiny import KERNELS, TINY, random_params, tiny_model, variant
 
 from stoker.engine import steps
 from stoker.engine.cache import new_cache
+from stoker.engine.engine import Engine
 from stoker.engine.programs import Programs, cache_copies, compile_step
-from stoker.engine.sampling import SamplingParams
-from stoker.engine.session import Session
+from stoker.engine.sampling_params import SamplingParams
 from stoker.models.config import ModelConfig
 
 RNG = np.random.default_rng(3)
@@ -66,12 +66,12 @@ def test_decode_goes_on_like_prefill(config: ModelConfig) -> None:
     """Two active slots and an idle one, against running the longer prompts from scratch."""
     table = page_table(3, 8)
     cache = new_cache(config, 24)
-    state = steps.new_state([SamplingParams()] * 3)
+    state = new_state([SamplingParams()] * 3)
     batch = chunk([PROMPT[:33], [5, 6], PROMPT[:9]], [0] * 3, table)
     cache, state, outputs = jitted(steps.prefill, config)(PARAMS, cache, state, batch)
     replies = [[int(token)] for token in outputs.tokens]
     idle = state.tokens[1], state.lengths[1]
-    active = steps.DecodeBatch(np.array([True, False, True]), table)
+    active = decoding([True, False, True], table)
     for _ in range(20):
         cache, state, outputs = jitted(steps.decode, config)(PARAMS, cache, state, active)
         for slot in (0, 2):
@@ -82,23 +82,23 @@ def test_decode_goes_on_like_prefill(config: ModelConfig) -> None:
             logits, _ = prompt_logits(PARAMS, config, start + replies[slot][:count], 64)
             assert replies[slot][count] == int(logits.argmax())
     # The idle slot's cache is untouched: going on with it now gives its own reply.
-    active = steps.DecodeBatch(np.array([False, True, False]), table)
+    active = decoding([False, True, False], table)
     cache, state, outputs = jitted(steps.decode, config)(PARAMS, cache, state, active)
     logits, _ = prompt_logits(PARAMS, config, [5, 6, replies[1][0]], 3)
     assert int(outputs.tokens[1]) == int(logits.argmax())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scan_over_decode_equals_the_session(config: ModelConfig, temperature: float) -> None:
+def test_scan_over_decode_equals_the_engine(config: ModelConfig, temperature: float) -> None:
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=11, top_p=0.9)
-    session = Session(PARAMS, config, context=128)
-    expected = [token.id for token in session.generate(PROMPT, params)]
+    engine = Engine(tiny_model(config, PARAMS), slots=1, context=128)
+    expected = engine.generate([PROMPT], params)[0].ids
     table = page_table(1, 8)
-    cache, state = new_cache(config, 8), steps.new_state([params])
+    cache, state = new_cache(config, 8), new_state([params])
     cache, state, first = jitted(steps.prefill, config)(
         PARAMS, cache, state, chunk([PROMPT], [0], table)
     )
-    batch = steps.DecodeBatch(np.array([True]), table)
+    batch = decoding([True], table)
 
     @jax.jit
     def scanned(cache, state):
@@ -112,22 +112,14 @@ def test_scan_over_decode_equals_the_session(config: ModelConfig, temperature: f
     assert [int(first.tokens[0]), *tokens.tolist()] == expected
 
 
-def test_chunk_size_does_not_change_a_seeded_reply(config: ModelConfig) -> None:
-    params = SamplingParams(max_tokens=30, temperature=1.0, seed=5)
-    replies = set()
-    for chunks in ((1,), (7,), (16, 64), (256,)):
-        session = Session(PARAMS, config, context=128, chunks=chunks)
-        replies.add(tuple(token.id for token in session.generate(PROMPT, params)))
-    assert len(replies) == 1
-
-
 def test_score_leaves_other_slots_alone(config: ModelConfig) -> None:
     table = page_table(2, 8)
-    cache, state = new_cache(config, 16), steps.new_state([SamplingParams()] * 2)
+    cache, state = new_cache(config, 16), new_state([SamplingParams()] * 2)
     batch = chunk([[], PROMPT[:9]], [0, 0], table)
     cache, state, _ = jitted(steps.prefill, config)(PARAMS, cache, state, batch)
     batch = chunk([PROMPT[:5], []], [0, 0], table)
-    _, after, _ = jitted(steps.score, config)(PARAMS, cache, state, batch, np.zeros(5, np.int32))
+    targets = np.zeros(5, np.int32)
+    _, after, _ = jitted(steps.score, config)(PARAMS, cache, state, batch, targets)
     assert after.lengths.tolist() == [5, 9]
     assert after.tokens.tolist() == state.tokens.tolist()
 
@@ -139,9 +131,9 @@ def test_decoding_past_the_pages_is_no_silent_overwrite(config: ModelConfig) -> 
     run = jitted(steps.prefill_logits, config)
     cache, _ = run(PARAMS, cache, chunk([PROMPT[:32]], [0], table))
     before = jax.tree.map(np.array, cache)
-    state = steps.new_state([SamplingParams()])
+    state = new_state([SamplingParams()])
     state = dataclasses.replace(state, lengths=np.array([32], np.int32))
-    arguments = (PARAMS, cache, state, steps.DecodeBatch(np.array([True]), table))
+    arguments = (PARAMS, cache, state, decoding([True], table))
     if config.kernels.platform == "cpu":
         with pytest.raises(jax.errors.JaxRuntimeError, match="33 cached tokens"):
             jax.block_until_ready(jitted(steps.decode_logits, config)(*arguments))
@@ -166,11 +158,11 @@ def test_float32_products_are_exact_on_every_platform(config: ModelConfig) -> No
 
 def _step_arguments(config: ModelConfig) -> dict[str, tuple]:
     table = page_table(2, 8)
-    cache, state = new_cache(config, 16), steps.new_state([SamplingParams()] * 2)
+    cache, state = new_cache(config, 16), new_state([SamplingParams()] * 2)
     batch = chunk([PROMPT[:9], PROMPT[:7]], [0, 0], table)
     return {
         "prefill": (PARAMS, cache, state, batch),
-        "decode": (PARAMS, cache, state, steps.DecodeBatch(np.array([True, True]), table)),
+        "decode": (PARAMS, cache, state, decoding([True, True], table)),
         "score": (PARAMS, cache, state, batch, np.zeros(16, np.int32)),
     }
 
@@ -192,43 +184,14 @@ def test_a_copied_page_buffer_is_noticed(config: ModelConfig) -> None:
     """The check above can fail: reading the pages before they are written forces a copy."""
     arguments = _step_arguments(config)["decode"]
 
-    def copying(params, cache, state, batch, *, config):
+    def copying(params, cache, state, batch, *, config, top=0):
         old = cache[0][0].sum()
-        cache, state, outputs = steps.decode(params, cache, state, batch, config=config)
+        cache, state, outputs = steps.decode(params, cache, state, batch, config=config, top=top)
         return cache, state, outputs.replace(logprobs=outputs.logprobs + old + cache[0][0].sum())
 
-    def undonated(params, cache, state, batch, *, config):
+    def undonated(params, cache, state, batch, *, config, top=0):
         return jax.tree.map(lambda pages: pages.astype("bfloat16"), cache), state, 0
 
     assert cache_copies(compile_step(copying, config, *arguments), arguments[1])
     with pytest.raises(RuntimeError, match="refused its donation"):
         Programs(config).prepare(functools.wraps(steps.decode)(undonated), *arguments)
-
-
-def test_nothing_compiles_after_warm_up(config: ModelConfig) -> None:
-    session = Session(PARAMS, config, context=400)
-    session.warmup()
-    known = len(session.programs.compilations)
-    compiled = []
-
-    def listener(event: str, seconds: float, **_: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    for length, temperature in ((1, 0.0), (20, 1.0), (150, 0.7)):
-        params = SamplingParams(max_tokens=200, temperature=temperature, top_k=length, top_p=0.8)
-        prompt = RNG.integers(0, 512, length).tolist()
-        assert len(list(session.generate(prompt, params))) == 200
-    assert compiled == []
-    assert (len(session.programs.compilations), session.programs.late) == (known, 0)
-
-
-def test_a_late_compilation_is_counted(
-    config: ModelConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    session = Session(PARAMS, config, context=64, chunks=(8,))
-    session.warmup()
-    session.score(PROMPT)
-    assert session.programs.late == 1
-    assert "compiled score" in caplog.text

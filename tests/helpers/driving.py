@@ -9,6 +9,7 @@ import numpy as np
 
 from stoker.engine import steps
 from stoker.engine.cache import Cache, new_cache, pages_for
+from stoker.engine.sampling_params import SamplingParams
 from stoker.models.config import ModelConfig
 from stoker.models.parameters import Params
 
@@ -31,7 +32,21 @@ def chunk(
     tokens = np.full(size or max(len(flat), 1), 7, np.int32)
     tokens[: len(flat)] = flat
     starts = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    return steps.PrefillBatch(tokens, starts, np.array(cached, np.int32), table)
+    slots = np.arange(len(rows), dtype=np.int32)
+    samples = np.array([bool(row) for row in rows])
+    return steps.PrefillBatch(tokens, starts, np.array(cached, np.int32), table, slots, samples)
+
+
+def decoding(active: list[bool], table: np.ndarray) -> steps.DecodeBatch:
+    """A decode batch of the slots that are active, as far as their pages go."""
+    slots = np.arange(len(active), dtype=np.int32)
+    limits = np.where(active, 1 << 20, 0).astype(np.int32)
+    return steps.DecodeBatch(table, slots, limits)
+
+
+def new_state(requests: list[SamplingParams], context: int = 256) -> steps.State:
+    """The state of slots of the tiny model."""
+    return steps.new_state(requests, 512, context)
 
 
 def prompt_logits(

@@ -7,12 +7,12 @@ import functools
 
 import jax
 import numpy as np
-from driving import chunk, page_table
+from driving import chunk, decoding, new_state, page_table
 from hf_models import Case
 
 from stoker.engine import steps
 from stoker.engine.cache import new_cache, pages_for
-from stoker.engine.sampling import SamplingParams
+from stoker.engine.sampling_params import SamplingParams
 from stoker.models.loading import Model
 
 LLAMA3 = {
@@ -142,8 +142,7 @@ def logits_of(model: Model, size: int) -> np.ndarray:
         batch = chunk([ids[start : min(start + size, LENGTH)]], [start], table, LENGTH)
         cache, last = prefill(model.params, cache, batch)
     logits = [last[0]]
-    state = steps.new_state([SamplingParams()])
-    active = steps.DecodeBatch(np.array([True]), table)
+    state, active = new_state([SamplingParams()]), decoding([True], table)
     for length, token in enumerate(ids[LENGTH:], LENGTH):
         newest = {"tokens": np.array([token], np.int32), "lengths": np.array([length], np.int32)}
         cache, last = decode(model.params, cache, dataclasses.replace(state, **newest), active)

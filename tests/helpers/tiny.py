@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import jax
 import numpy as np
 
 from stoker.models.config import Kernels, ModelConfig, Rope
+from stoker.models.loading import Model
 from stoker.models.parameters import Params, init_params, named_parameters
+from stoker.models.tokenizers import Tokenizer
 
 #: "T-LLAMA": two layers, eight query heads on two KV heads.
 TINY = ModelConfig(
@@ -56,6 +59,11 @@ def random_params(config: ModelConfig, seed: int = 0) -> Params:
         return leaf + rng.normal(0, 0.5, leaf.shape).astype(np.float32)
 
     return jax.tree.map(shake, params)
+
+
+def tiny_model(config: ModelConfig, params: Params, tokenizer: Tokenizer | None = None) -> Model:
+    """A model that no file holds."""
+    return Model("tiny", pathlib.Path(), config, params, tokenizer, 0, 0.0)
 
 
 HF_NAMES = {

@@ -13,8 +13,8 @@ import sys
 import pytest
 from gguf_files import Tiny, write_gguf
 
-from stoker.engine.sampling import SamplingParams
-from stoker.engine.session import Session
+from stoker.engine.engine import Engine
+from stoker.engine.sampling_params import SamplingParams
 from stoker.launch import bench, chat, cli, generate, score
 from stoker.models.loading import load_model
 from stoker.models.parameters import abstract_params, count_elements
@@ -51,14 +51,14 @@ def answer(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
     return json.loads(out)
 
 
-def test_generate_json_is_what_the_session_gives(capsys, model: str) -> None:
+def test_generate_json_is_what_the_engine_gives(capsys, model: str) -> None:
     result = answer(capsys, f"--model={model}", "--prompt_ids=5,6,7", "--max_tokens=9")
     loaded = load_model(model)
-    session = Session(loaded.params, loaded.config, context=64)
-    tokens = list(session.generate([5, 6, 7], SamplingParams(max_tokens=9)))
+    engine = Engine(loaded, slots=3, context=64)
+    (reply,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=9))
     assert result["prompt_ids"] == [5, 6, 7]
-    assert result["ids"] == [token.id for token in tokens]
-    assert result["logprobs"] == pytest.approx([token.logprob for token in tokens], abs=1e-4)
+    assert result["ids"] == reply.ids
+    assert result["logprobs"] == pytest.approx(reply.choices[0].logprobs, abs=1e-4)
     assert result["text"] == loaded.tokenizer.decode(result["ids"], continuation=True)
     assert result["finish_reason"] == "length"
     assert result["ttft_s"] > 0

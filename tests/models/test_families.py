@@ -11,7 +11,8 @@ import pytest
 from hf_models import make, reference_logits, write
 from running import CASES, CHUNK, LENGTH, logits_of, token_ids
 
-from stoker.engine.session import Session
+from stoker.engine.engine import Engine
+from stoker.engine.sampling_params import SamplingParams
 from stoker.models.checkpoints.safetensors import SafetensorsCheckpoint
 from stoker.models.families import family_of_type
 from stoker.models.families.hf_config import ConfigJson, model_config
@@ -104,13 +105,16 @@ def test_bfloat16_weights_give_what_they_stand_for(tmp_path) -> None:
 
 
 @pytest.mark.reference
-def test_a_session_takes_the_factors_of_its_context(reference) -> None:
+def test_an_engine_takes_the_factors_of_its_context(reference) -> None:
     """LongRoPE: a prompt gets the short or the long factors by the longest sequence served."""
     folder, expected = reference("phi3-short")
     model = load_model(folder, kernels="cpu", activations="float32", kv_dtype="float32")
     ids = token_ids()
     wanted = jax.nn.log_softmax(expected, axis=-1)[np.arange(len(ids) - 1), ids[1:]]
-    short = Session(model.params, model.config, context=128).score(ids)
-    np.testing.assert_allclose(short[1:], wanted, atol=2e-4)
-    long = Session(model.params, model.config, context=129).score(ids)
-    assert np.abs(np.array(long[1:]) - wanted).max() > 0.01
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    short, long = (
+        Engine(model, slots=1, context=context).generate([ids], scoring)[0].prompt_logprobs[1:]
+        for context in (128, 129)
+    )
+    np.testing.assert_allclose(short, wanted, atol=2e-4)
+    assert np.abs(np.array(long) - wanted).max() > 0.01

@@ -12,8 +12,8 @@ import pytest
 from driving import prompt_logits
 from tiny import hf_logits
 
-from stoker.engine.sampling import SamplingParams
-from stoker.engine.session import Session
+from stoker.engine.engine import Engine
+from stoker.engine.sampling_params import SamplingParams
 from stoker.models.loading import Model, load_model
 from stoker.models.tokenizers import encode_chat
 
@@ -25,6 +25,9 @@ PROMPTS = {
     "unicode": "Le café coûte 3 € — 東京の天気は晴れです 🌞",
     "long": LICENSE.read_text()[:6000],
 }
+
+
+SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def test_logprobs_and_greedy_tokens_equal_hugging_face(
 ) -> None:
     smollm2: Model = request.getfixturevalue(kernels)
     assert smollm2.config.dtype == "float32"
-    session = Session(smollm2.params, smollm2.config, context=2048)
+    engine = Engine(smollm2, slots=1, context=2048)
     if name == "chat":
         messages = [{"role": "user", "content": "Name three rivers of Europe."}]
         ids = encode_chat(smollm2.tokenizer, messages)
@@ -67,17 +70,18 @@ def test_logprobs_and_greedy_tokens_equal_hugging_face(
         ids = smollm2.tokenizer.encode(PROMPTS[name])
     assert name != "long" or len(ids) > 1000
     greedy = SamplingParams(max_tokens=48, ignore_eos=True)
-    reply = list(session.generate(ids, greedy))
-    whole = [*ids, *(token.id for token in reply)]
+    reply = engine.generate([ids], greedy)[0].choices[0]
+    whole = [*ids, *reply.ids]
     expected = np.asarray(jax.nn.log_softmax(hf_logits(reference, whole), axis=-1))
 
     wanted = expected[np.arange(len(whole) - 1), whole[1:]]
-    assert np.abs(np.array(session.score(whole)[1:]) - wanted).max() <= 1e-3
-    assert np.abs([t.logprob for t in reply] - wanted[len(ids) - 1 :]).max() <= 1e-3
+    scores = engine.generate([whole], SCORING)[0].prompt_logprobs
+    assert np.abs(np.array(scores[1:]) - wanted).max() <= 1e-3
+    assert np.abs(np.array(reply.logprobs) - wanted[len(ids) - 1 :]).max() <= 1e-3
 
-    for token, row in zip(reply, expected[len(ids) - 1 :], strict=False):
+    for token, row in zip(reply.ids, expected[len(ids) - 1 :], strict=False):
         second, first = np.sort(row)[-2:]
-        assert token.id == row.argmax() or first - second <= 1e-3
+        assert token == row.argmax() or first - second <= 1e-3
 
 
 @pytest.mark.reference
@@ -112,7 +116,9 @@ def test_int8_activations_keep_perplexity(smollm2: Model, compiled: Model) -> No
     assert compiled.config.kv_dtype == "float32"
     assert len(ids) > 2000
     means = [
-        np.mean(Session(model.params, model.config, context=4096).score(ids)[1:])
+        np.mean(
+            Engine(model, slots=1, context=4096).generate([ids], SCORING)[0].prompt_logprobs[1:]
+        )
         for model in (smollm2, compiled)
     ]
     assert 0 < abs(np.exp(means[1] - means[0]) - 1) < 0.01
@@ -120,7 +126,5 @@ def test_int8_activations_keep_perplexity(smollm2: Model, compiled: Model) -> No
 
 def test_bfloat16_agrees_on_an_easy_answer(smollm2: Model) -> None:
     config = dataclasses.replace(smollm2.config, dtype="bfloat16", kv_dtype="bfloat16")
-    session = Session(smollm2.params, config, context=256)
-    ids = smollm2.tokenizer.encode(PROMPTS["fact"])
-    reply = [token.id for token in session.generate(ids, SamplingParams(max_tokens=2))]
-    assert "Paris" in smollm2.tokenizer.decode(reply, continuation=True)
+    engine = Engine(dataclasses.replace(smollm2, config=config), slots=1, context=256)
+    assert "Paris" in engine.generate([PROMPTS["fact"]], SamplingParams(max_tokens=2))[0].text

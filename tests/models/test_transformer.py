@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 from driving import prompt_logits
-from tiny import KERNELS, VARIANTS, hf_logits, hugging_face, random_params, variant
+from tiny import KERNELS, VARIANTS, hf_logits, hugging_face, random_params, tiny_model, variant
 
-from stoker.engine.sampling import SamplingParams
-from stoker.engine.session import Session
+from stoker.engine.engine import Engine
+from stoker.engine.sampling_params import SamplingParams
 
 RNG = np.random.default_rng(7)
 IDS = RNG.integers(0, 509, 150).tolist()
@@ -24,8 +24,9 @@ def test_logits_equal_hugging_face(name: str, kernels: str) -> None:
     expected = hf_logits(hugging_face(config, params), IDS)
     logits, _ = prompt_logits(params, config, IDS, len(IDS))
     np.testing.assert_allclose(logits, expected[-1], atol=1e-4)
-    session = Session(params, config, context=256)
-    scores = session.score(IDS)
+    engine = Engine(tiny_model(config, params), slots=1, context=256)
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    scores = engine.generate([IDS], scoring)[0].prompt_logprobs
     reference = np.array(jax.nn.log_softmax(expected, axis=-1))
     wanted = reference[np.arange(len(IDS) - 1), IDS[1:]]
     assert scores[0] is None
@@ -38,12 +39,12 @@ def test_greedy_reply_equals_hugging_face(name: str) -> None:
     config = variant(name)
     params = random_params(config)
     model = hugging_face(config, params)
-    session = Session(params, config, context=256)
-    reply = session.generate(IDS[:40], SamplingParams(max_tokens=24))
+    engine = Engine(tiny_model(config, params), slots=1, context=256)
+    choice = engine.generate([IDS[:40]], SamplingParams(max_tokens=24))[0].choices[0]
     ids = list(IDS[:40])
-    for token in reply:
+    for token, logprob in zip(choice.ids, choice.logprobs, strict=True):
         logits = hf_logits(model, ids)[-1]
-        assert token.id == int(logits.argmax())
-        assert token.logprob == pytest.approx(float(jax.nn.log_softmax(logits)[token.id]), abs=1e-4)
-        ids.append(token.id)
+        assert token == int(logits.argmax())
+        assert logprob == pytest.approx(float(jax.nn.log_softmax(logits)[token]), abs=1e-4)
+        ids.append(token)
     assert len(ids) == 64

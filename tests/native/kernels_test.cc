@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "matmul.h"
+#include "sample.h"
 
 namespace {
 
@@ -236,6 +237,65 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
   }
 }
 
+// Rows of width V through every filter: greedy against a plain loop, draws within what may be drawn.
+void check_sample(Random& random, const Kernels& table, const char* name, int64_t V) {
+  const int64_t B = 12;
+  Exact<float> logits(B * V), temperature(B), top_p(B), min_p(B), uniform(B), total(B);
+  Exact<int32_t> top_k(B), token(B);
+  for (int64_t i = 0; i < B * V; ++i) logits.get()[i] = 3 * random.real();
+  for (int64_t r = 0; r < B; ++r) {
+    temperature.get()[r] = static_cast<float>(r % 3);
+    top_k.get()[r] = static_cast<int32_t>(r % 4 == 1 ? 5 : 0);
+    top_p.get()[r] = r % 4 == 2 ? 0.5f : 1.0f;
+    min_p.get()[r] = r % 4 == 3 ? 0.5f : 0.0f;
+    uniform.get()[r] = static_cast<float>(r) / static_cast<float>(B);
+  }
+  // One row of equal logits, one of nothing, one that is broken.
+  for (int64_t i = 0; i < V; ++i) {
+    logits.get()[5 * V + i] = 1.0f;
+    logits.get()[7 * V + i] = -std::numeric_limits<float>::infinity();
+  }
+  logits.get()[8 * V + V / 2] = std::numeric_limits<float>::quiet_NaN();
+  for (const int64_t threads : {1, 3}) {
+    {
+      Threads pool(threads);
+      sample(pool, table,
+             {logits.get(), temperature.get(), top_k.get(), top_p.get(), min_p.get(), uniform.get(),
+              B, V, token.get(), total.get()});
+    }
+    for (int64_t r = 0; r < B; ++r) {
+      const float* row = logits.get() + r * V;
+      const int64_t best = std::max_element(row, row + V) - row;
+      const int32_t chosen = token.get()[r];
+      expect(chosen >= 0 && chosen < V, "sample in range", name, chosen);
+      expect(std::isfinite(total.get()[r]) == (r != 7 && r != 8), "sample total", name, total.get()[r]);
+      if (r == 7 || r == 8) continue;
+      if (r % 3 == 0) expect(chosen == best, "sample greedy", name, chosen);
+      int64_t larger = 0;
+      for (int64_t i = 0; i < V; ++i) larger += row[i] > row[chosen];
+      if (r % 4 == 1) expect(larger < 5, "sample top_k", name, static_cast<double>(larger));
+    }
+  }
+  const int64_t count = 9;
+  Exact<float> value(B * count);
+  Exact<int32_t> id(B * count);
+  Exact<bool> wanted(B);
+  for (int64_t r = 0; r < B; ++r) wanted.get()[r] = r % 5 != 0;
+  {
+    Threads pool(2);
+    largest(pool, table, {logits.get(), wanted.get(), B, V, count, value.get(), id.get()});
+  }
+  for (int64_t r = 0; r < B; ++r) {
+    if (r == 7) continue;
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t at = id.get()[r * count + i];
+      const bool none = r % 5 == 0 || r == 8 || i >= V;
+      expect(none ? at == -1 : logits.get()[r * V + at] == value.get()[r * count + i], "largest",
+             name, at);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -266,6 +326,7 @@ int main() {
          }) {
       check_attention(random, *table, names[isa], sizes);
     }
+    for (const int64_t V : {1, 15, 16, 17, 512, 700, 3000}) check_sample(random, *table, names[isa], V);
     std::printf("%s done\n", names[isa]);
   }
   return failures != 0;

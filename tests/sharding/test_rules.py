@@ -17,12 +17,12 @@ from stoker.sharding import make_mesh, partition_spec
 
 ON_FOUR_DEVICES = """
 import jax, numpy as np
-from driving import chunk, page_table
+from driving import chunk, decoding, new_state, page_table
 from tiny import TINY, random_params, variant
 from stoker.engine import steps
 from stoker.engine.cache import new_cache
 from stoker.engine.programs import Programs
-from stoker.engine.sampling import SamplingParams
+from stoker.engine.sampling_params import SamplingParams
 from stoker.models.parameters import abstract_params, place_params
 from stoker.sharding import make_mesh
 
@@ -34,10 +34,10 @@ for name in ("plain", "tied", "one_kv_head", "odd_sizes"):
     batch = chunk([[1, 2, 3], list(range(20))], [0, 0], table)
 
     def run(params, cache):
-        state = steps.new_state([SamplingParams()] * 2)
+        state = new_state([SamplingParams()] * 2)
         cache, logits = steps.prefill_logits(params, cache, batch, config=config)
         cache, state, _ = steps.prefill(params, cache, state, batch, config=config)
-        decode = steps.DecodeBatch(np.array([True, True]), table)
+        decode = decoding([True, True], table)
         return logits, steps.decode_logits(params, cache, state, decode, config=config)[1]
 
     expected = jax.jit(run)(params, new_cache(config, 8))
@@ -45,7 +45,7 @@ for name in ("plain", "tied", "one_kv_head", "odd_sizes"):
     placed = place_params(params, config, mesh)
     spec = placed["layers"][0]["gate"].sharding.spec
     assert spec == jax.P("tensor", None), spec
-    state = steps.new_state([SamplingParams()] * 2)
+    state = new_state([SamplingParams()] * 2)
     Programs(config).prepare(steps.prefill, placed, new_cache(config, 8, mesh=mesh), state, batch)
     got = jax.jit(run)(placed, new_cache(config, 8, mesh=mesh))
     for a, b in zip(got, expected):

@@ -5,6 +5,7 @@ from .library import ISAS, Library, load, why_unavailable
 from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
 from .peak import peak_operations
+from .sample import largest, sample
 
 __all__ = [
     "ISAS",
@@ -13,11 +14,13 @@ __all__ = [
     "attention",
     "can_pack",
     "gated_matmul",
+    "largest",
     "load",
     "matmul",
     "pack",
     "peak_operations",
     "products",
+    "sample",
     "unpack",
     "why_unavailable",
 ]

@@ -1,5 +1,5 @@
-// The kernels of one instruction set, as a table of plain functions. The drivers in matmul.cc and
-// attention.cc know only this table.
+// The kernels of one instruction set, as a table of plain functions. The drivers in matmul.cc,
+// attention.cc and sample.cc know only this table.
 #pragma once
 
 #include <cstddef>
@@ -108,6 +108,12 @@ struct Kernels {
   void (*gated)(const float* gate, const float* up, int64_t n, int kind, float* out);
   // x [D] over its root mean square, times weight.
   void (*rms_norm)(const float* x, const float* weight, int64_t D, float eps, float* out);
+  // Passes over logits x [n]; see sample.inc.h.
+  float (*peak)(const float* x, int64_t n, float* poison);
+  float (*tally)(const float* x, int64_t n, float least);
+  float (*mass)(const float* x, int64_t n, float least, float peak, float rate, float* count);
+  void (*weigh)(const float* x, int64_t n, float least, float peak, float rate, float* out);
+  int64_t (*find)(const float* x, int64_t n, float least, int32_t* out);
 };
 
 enum class Isa : int32_t { kBest = 0, kPortable = 1, kAvx2 = 2, kAvx512 = 3 };

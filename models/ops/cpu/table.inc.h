@@ -4,6 +4,7 @@
 #include "dense.inc.h"
 #include "math.inc.h"
 #include "attend.inc.h"
+#include "sample.inc.h"
 
 namespace stoker::STOKER_ISA {
 
@@ -34,6 +35,11 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
       store_bf16,
       gated,
       rms_norm,
+      peak,
+      tally,
+      mass,
+      weigh,
+      find,
   };
 }
 

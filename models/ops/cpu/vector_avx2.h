@@ -35,6 +35,12 @@ STOKER_INLINE F abs(F a) { return _mm256_andnot_ps(set1(-0.0f), a); }
 STOKER_INLINE F where_above(F x, float limit, F y) {
   return _mm256_and_ps(_mm256_cmp_ps(x, set1(limit), _CMP_GT_OQ), y);
 }
+STOKER_INLINE F where_at_least(F x, float limit, F y) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, set1(limit), _CMP_GE_OQ), y);
+}
+STOKER_INLINE bool any_at_least(F x, float limit) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(x, set1(limit), _CMP_GE_OQ)) != 0;
+}
 STOKER_INLINE F select(int64_t low, int64_t high, F x, F other) {
   const I mask = _mm256_andnot_si256(first(low), first(high));
   return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(mask));

@@ -32,6 +32,12 @@ STOKER_INLINE F abs(F a) { return _mm512_abs_ps(a); }
 STOKER_INLINE F where_above(F x, float limit, F y) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set1(limit), _CMP_GT_OQ), y);
 }
+STOKER_INLINE F where_at_least(F x, float limit, F y) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set1(limit), _CMP_GE_OQ), y);
+}
+STOKER_INLINE bool any_at_least(F x, float limit) {
+  return _mm512_cmp_ps_mask(x, set1(limit), _CMP_GE_OQ) != 0;
+}
 // x in lanes [low, high), else other.
 STOKER_INLINE F select(int64_t low, int64_t high, F x, F other) {
   const __mmask16 mask = first(high) & static_cast<__mmask16>(~first(low));

@@ -37,6 +37,11 @@ STOKER_INLINE F min(F a, F b) { return blend(a < b, a, b); }
 STOKER_INLINE F fma(F a, F b, F c) { return a * b + c; }
 STOKER_INLINE F abs(F a) { return F(I(a) & set1(0x7fffffff)); }
 STOKER_INLINE F where_above(F x, float limit, F y) { return F((x > set1(limit)) & I(y)); }
+STOKER_INLINE F where_at_least(F x, float limit, F y) { return F((x >= set1(limit)) & I(y)); }
+STOKER_INLINE bool any_at_least(F x, float limit) {
+  const I found = x >= set1(limit);
+  return (found[0] | found[1] | found[2] | found[3]) != 0;
+}
 STOKER_INLINE I first(int64_t n) { return I{0, 1, 2, 3} < set1(static_cast<int32_t>(n)); }
 STOKER_INLINE F select(int64_t low, int64_t high, F x, F other) {
   return blend(first(high) & ~first(low), x, other);

@@ -2,5 +2,6 @@
 
 from .attention import attention
 from .matmul import grouped_matmul, matmul
+from .sample import largest, sample
 
-__all__ = ["attention", "grouped_matmul", "matmul"]
+__all__ = ["attention", "grouped_matmul", "largest", "matmul", "sample"]

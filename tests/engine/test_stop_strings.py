@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.engine.text import StopStrings
+from stoker.engine.stop_strings import StopStrings
 
 SHORT = st.text("ab\n", max_size=12)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)

@@ -1,0 +1,55 @@
+"""How many pages a cache gets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+
+from ..models.config import ModelConfig
+from ..models.errors import StokerError
+from .cache import PAGE_TOKENS, pages_for, token_bytes
+
+#: Share of the memory that is free once the weights are there, which a cache takes at most.
+HOST_SHARE, DEVICE_SHARE = 0.25, 0.8
+
+
+def choose_pages(
+    config: ModelConfig, slots: int, context: int, pages: int | None, kv_bytes: int | None
+) -> int:
+    """Usable pages of an engine's cache.
+
+    What was asked for, or else enough for every slot to be full, but no more than `kv_bytes`, or
+    than a share of the free memory if that is None.
+
+    Raises:
+      StokerError: if one sequence of `context` tokens does not fit, with the numbers.
+    """
+    page_bytes = PAGE_TOKENS * token_bytes(config)
+    one = pages_for(context)
+    if pages is not None and kv_bytes is not None:
+        raise StokerError("pages and kv_bytes both size the cache; give one of them")
+    if pages is None:
+        limit = kv_bytes if kv_bytes is not None else _share_of_memory()
+        pages = slots * one if limit is None else min(slots * one, limit // page_bytes)
+    if pages < one:
+        raise StokerError(
+            f"a sequence of {context} tokens takes {one} pages of {PAGE_TOKENS} tokens "
+            f"({one * page_bytes:,} bytes), but the cache has {max(pages, 0)}; give it more pages "
+            "or memory, or a shorter context"
+        )
+    return pages
+
+
+def _share_of_memory() -> int | None:
+    """Bytes that a cache may take by default; None where the platform does not say."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        memory = device.memory_stats() or {}
+        if "bytes_limit" not in memory:
+            return None
+        return int(DEVICE_SHARE * (memory["bytes_limit"] - memory.get("bytes_in_use", 0)))
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
+    return int(HOST_SHARE * int(found[1]) * 1024) if found else None

@@ -1,0 +1,96 @@
+"""The shapes that steps are compiled for: small enough a set to enumerate, print and warm up."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from ..models.errors import StokerError
+
+#: Smallest number of rows of a step that runs prompts.
+LEAST_ROWS = 16
+#: Sequences that a prefill step holds at least, where there are more slots: its head runs for each.
+LEAST_SEQUENCES = 4
+#: Rows of a score step, each of which takes logits over the whole vocabulary.
+SCORE_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What the steps of one engine are compiled for.
+
+    Attributes:
+      decode: sequences (B) of decode steps, rising.
+      rows: flat rows (T) of prefill steps, rising; the last is the budget of a step.
+      sequences: sequences (B) of prefill steps, rising.
+      score: rows of score steps, of one sequence.
+    """
+
+    decode: tuple[int, ...]
+    rows: tuple[int, ...]
+    sequences: tuple[int, ...]
+    score: int
+
+    @property
+    def step_tokens(self) -> int:
+        """Most rows of a step."""
+        return self.rows[-1]
+
+    def prefill(self) -> list[tuple[int, int]]:
+        """Every (T, B) of prefill steps."""
+        return list(itertools.product(self.rows, self.sequences))
+
+    def fit_decode(self, n_sequences: int) -> int:
+        """B of the smallest decode step that holds so many sequences."""
+        return _fit(self.decode, n_sequences)
+
+    def fit_prefill(self, n_rows: int, n_sequences: int) -> tuple[int, int]:
+        """(T, B) of the smallest prefill step that holds so many rows and sequences."""
+        return _fit(self.rows, n_rows), _fit(self.sequences, n_sequences)
+
+    def __str__(self) -> str:
+        decode, rows, sequences = (
+            ", ".join(map(str, sizes)) for sizes in (self.decode, self.rows, self.sequences)
+        )
+        return (
+            f"decode of {decode} sequences; prefill of {rows} rows for {sequences} sequences; "
+            f"score of {self.score} rows"
+        )
+
+
+def choose_shapes(slots: int, step_tokens: int) -> Shapes:
+    """Shapes for `slots` sequences at once and steps of at most `step_tokens` rows.
+
+    Sizes rise by a third or a half, so that a step is never more than about a third padding once it
+    is longer than a few rows, and the number of programs grows with the logarithm only.
+
+    Raises:
+      StokerError: if decodes of all slots would leave no room for prompts.
+    """
+    if slots < 1:
+        raise StokerError(f"slots is {slots}; at least one sequence must run")
+    if step_tokens <= slots:
+        raise StokerError(
+            f"step_tokens is {step_tokens}, but {slots} slots may decode in a step: give more than "
+            f"{slots}, so that prompts go on beside them"
+        )
+    least = min(LEAST_SEQUENCES, slots)
+    score = min(SCORE_ROWS, step_tokens)
+    return Shapes(
+        decode=_sizes(1, slots),
+        rows=_sizes(min(LEAST_ROWS, step_tokens), step_tokens),
+        sequences=tuple(sorted({least, slots})),
+        score=score,
+    )
+
+
+def _sizes(least: int, most: int) -> tuple[int, ...]:
+    """1, 2, 4, 6, 8, 12, 16, 24, ... from `least` up, and `most`."""
+    powers = [2**power for power in range(most.bit_length())]
+    between = [3 * power // 2 for power in powers if power >= 4]
+    inside = {size for size in powers + between if least <= size < most}
+    return tuple(sorted(inside | {most}))
+
+
+def _fit(sizes: tuple[int, ...], wanted: int) -> int:
+    return next(size for size in sizes if size >= wanted)

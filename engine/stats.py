@@ -1,0 +1,63 @@
+"""What an engine has done so far, in numbers that are cheap to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counters of an engine; all only rise.
+
+    Attributes:
+      steps: dispatched.
+      decode_steps: of them, those that ran newest tokens only, each of several at once counted.
+      rows: tokens that steps ran, padding not counted.
+      padded_rows: rows of padding beside them.
+      sequences: that steps ran, summed over steps.
+      prompt_tokens: run or found in the prefix cache, the latter counted in `cached_tokens` too.
+      cached_tokens: prompt tokens whose computation the prefix cache saved.
+      generated_tokens: that became part of replies.
+      surplus_tokens: sampled, and discarded because the reply had ended.
+      preemptions: sequences that gave up their pages.
+      finished: choices by how they ended.
+      failures: steps that raised an error, after which everything running was computed again.
+      busy_s: seconds spent in `step`.
+      wait_s: of them, seconds that the host waited for the device.
+    """
+
+    steps: int = 0
+    decode_steps: int = 0
+    rows: int = 0
+    padded_rows: int = 0
+    sequences: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    surplus_tokens: int = 0
+    preemptions: int = 0
+    finished: dict[str, int] = dataclasses.field(default_factory=dict)
+    failures: int = 0
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+
+    @property
+    def host_s(self) -> float:
+        """Seconds of `step` that were Python's."""
+        return self.busy_s - self.wait_s
+
+    @property
+    def host_share(self) -> float:
+        """Share of the time in `step` that was Python's; the device may have been at work too."""
+        return self.host_s / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Sequences of the average step."""
+        return self.sequences / self.steps if self.steps else 0.0
+
+    @property
+    def padding_share(self) -> float:
+        """Rows that were padding, of all that ran."""
+        total = self.rows + self.padded_rows
+        return self.padded_rows / total if total else 0.0
