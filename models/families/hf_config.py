@@ -169,7 +169,7 @@ def model_config(family: Family, json: ConfigJson, tensors: Collection[str]) -> 
 def activation(json: ConfigJson, key: str) -> str:
     """Our name of the activation that `key` names; silu without the key."""
     name = json.value(key, "silu")
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise StokerError(
             f"{json.where}: '{key}' is {name!r:.40}, which is not supported; give a model with one "
             f"of {', '.join(_ACTIVATIONS)}"
@@ -182,13 +182,13 @@ def sliding_layers(json: ConfigJson, default: list[bool]) -> list[bool]:
     if not json.has("layer_types"):
         return default
     named = json.items("layer_types", len(default))
-    unknown = [name for name in named if name not in _LAYER_TYPES]
+    unknown = [name for name in named if str(name) not in _LAYER_TYPES]
     if unknown:
         raise StokerError(
             f"{json.where}: layer_types has {unknown[0]!r:.40}, which is not supported; give a "
             f"model of {' and '.join(_LAYER_TYPES)}"
         )
-    return [_LAYER_TYPES[name] for name in named]
+    return [_LAYER_TYPES[str(name)] for name in named]
 
 
 def windowed(
@@ -263,7 +263,7 @@ def rope(
                 f"{json.where}: rope_type is {kind!r:.40}, which is not supported; give a model "
                 "with default, linear, llama3, yarn or longrope"
             )
-    except (ValueError, ArithmeticError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise StokerError(
             f"{settings.where} are not possible ({error}); download config.json again"
         ) from None

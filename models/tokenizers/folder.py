@@ -110,7 +110,8 @@ def _sentencepiece(folder: pathlib.Path, settings: Mapping[str, Any]) -> Tokeniz
 def _added(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, int]:
     """Tokens beside a `tokenizer.model`, by id."""
     found = dict(_optional(folder / "added_tokens.json"))
-    for token_id, entry in (settings.get("added_tokens_decoder") or {}).items():
+    decoder = settings.get("added_tokens_decoder")
+    for token_id, entry in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(entry, dict) and str(token_id).isdecimal():
             found[_spelling(entry)] = int(token_id)
     ordered = sorted(found.items(), key=lambda item: item[1] if type(item[1]) is int else -1)

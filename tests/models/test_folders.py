@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_models import Case, edit_json, make, write
+from hf_models import SIZES, Case, edit_json, make, write
+from running import CASES
 from safetensors.numpy import load_file, save_file
 
 from stoker.launch import generate
 from stoker.models.errors import StokerError
-from stoker.models.families.hf_config import ConfigJson, rope_settings
+from stoker.models.families import family_of_type
+from stoker.models.families.hf_config import ConfigJson, model_config, rope_settings
 from stoker.models.families.hf_config import rope as rope_of
 from stoker.models.loading import load_model
 
@@ -146,6 +149,31 @@ def test_a_key_that_does_not_fit_is_named(case, folder):
         load_model(folder)
     message = str(caught.value)
     assert reason in message and "\n" not in message and len(message) < 400
+
+
+STRANGE = (None, True, -1, 0, 1 << 70, float("inf"), "x", [], [[]], {}, {"a": {}}, ["x"], [1.5] * 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strange_values_are_refused_in_one_sentence_or_do_no_harm(name):
+    import transformers
+
+    case = CASES[name]
+    made = getattr(transformers, f"{case.config_kind or case.kind}Config")(**SIZES | case.config)
+    values = made.to_dict()
+    family = family_of_type(values["model_type"])
+    tensors = [f"tensor {number}" for number in range(64)]
+    model_config(family, ConfigJson(values), tensors)
+    rope = values["rope_parameters"]
+    changed = [{**values, key: strange} for key in values for strange in STRANGE]
+    changed += [
+        {**values, "rope_parameters": {**rope, key: strange}}
+        for key in {*rope, "factor", "beta_fast", "short_factor"}
+        for strange in STRANGE
+    ]
+    for config in changed:
+        with contextlib.suppress(StokerError):
+            model_config(family, ConfigJson(config), tensors)
 
 
 def test_keys_that_turn_nothing_on_are_let_be(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 
@@ -225,3 +226,26 @@ def test_a_sentencepiece_model_gives_its_own_ids(prefixed, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x08\x01nonsense")
     with pytest.raises(StokerError, match="not a SentencePiece model"):
         tokenizer_from_folder(tmp_path)
+
+
+STRANGE = (None, True, -1, "x", [], [[]], {}, {"a": {}}, [{"a": 1}], {"content": 3})
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["bos_token", "eos_token", "chat_template", "added_tokens_decoder", "add_bos_token"],
+)
+def test_strange_settings_are_refused_in_one_sentence_or_do_no_harm(key, tmp_path):
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    fast.mkdir()
+    slow.mkdir()
+    engine = trained("bytes")
+    (slow / "tokenizer.model").write_bytes(vocabularies.spm()[0].serialized_model_proto())
+    for strange in STRANGE:
+        for folder in (fast, slow):
+            with contextlib.suppress(StokerError):
+                if folder is fast:
+                    built(engine, folder, **{key: strange})
+                else:
+                    (folder / "tokenizer_config.json").write_text(json.dumps({key: strange}))
+                    tokenizer_from_folder(folder)
