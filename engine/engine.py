@@ -121,6 +121,7 @@ class Engine:
                 f"a context of {context} tokens was asked for; this model takes from 1 to "
                 f"{config.max_positions}"
             )
+        config = config.for_context(context)
         if decode_steps < 1:
             raise StokerError(f"decode_steps is {decode_steps}; it must be at least 1")
         self.model = model

@@ -39,7 +39,8 @@ def define_model_flags(
     flags.DEFINE_string(
         "model",
         DEFAULT_MODEL,
-        "Alias of a model, path of a .gguf file, or directory that holds one.",
+        "Alias of a model, path of a .gguf file, directory that holds one or that Hugging Face's "
+        "files are in, or hf:organisation/name[@revision].",
         flag_values=values,
     )
     flags.DEFINE_enum(

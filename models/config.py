@@ -13,6 +13,10 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 DTYPES = ("float32", "bfloat16")
 PLATFORMS = ("xla", "cpu")
 ACTIVATION_TYPES = ("float32", "int8")
+#: Normalisation of queries and keys: none, of each head (Qwen3), or of all heads as one (OLMo 2).
+QK_NORMS = ("none", "head", "full")
+#: Which of `ModelConfig.ropes` turns the queries and keys of a layer; "none" turns nothing.
+ROPES = ("main", "local", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +50,77 @@ class Kernels:
 class Rope:
     """Rotary position embedding (Su et al. 2021), in the half-rotation layout of Hugging Face.
 
+    Every kind of context extension is here as divisors of the frequencies and a factor on cosines
+    and sines; `models/rotary.py` computes them.
+
     Attributes:
       theta: base of the frequencies, theta ** (-2i / dims).
       dims: leading elements of a head that are rotated; even, at most the head width.
       scale: positions are divided by this (linear scaling; 1 for none).
-      factors: a divisor for each of the dims/2 frequencies (as llama3 scaling makes them), or
-        empty for none.
+      factors: a divisor for each of the dims/2 frequencies, or empty for none.
+      attention_factor: cosines and sines are multiplied by this.
+      long_factors: takes the place of `factors` in contexts longer than `original` (LongRoPE), or
+        empty; see `for_context`.
+      original: tokens of the context that `factors` serve, where there are `long_factors`.
     """
 
     theta: float
     dims: int
     scale: float = 1.0
     factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    long_factors: tuple[float, ...] = ()
+    original: int = 0
 
     def frequencies(self) -> tuple[float, ...]:
         """Radians per position of each of the dims/2 rotated pairs."""
         pairs = range(self.dims // 2)
         factors = self.factors or (1.0,) * len(pairs)
         return tuple(self.theta ** (-2 * i / self.dims) / (self.scale * factors[i]) for i in pairs)
+
+    def for_context(self, tokens: int) -> Rope:
+        """The embedding for sequences of up to `tokens`, with the one set of factors they need."""
+        if not self.long_factors:
+            return self
+        factors = self.long_factors if tokens > self.original else self.factors
+        return dataclasses.replace(self, factors=factors, long_factors=(), original=0)
+
+    def check(self, head_dim: int) -> None:
+        """Raises `StokerError` unless this can turn heads of width `head_dim`."""
+        if self.dims % 2 or not 0 < self.dims <= head_dim:
+            raise StokerError(
+                f"rotary width {self.dims} must be even and at most the head width {head_dim}"
+            )
+        for factors in (self.factors, self.long_factors):
+            if factors and len(factors) != self.dims // 2:
+                raise StokerError(f"{len(factors)} rotary factors for {self.dims // 2} frequencies")
+        values = (self.theta, self.scale, self.attention_factor, *self.factors, *self.long_factors)
+        for value in values:
+            _positive("rotary base, scale and factors", value)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What sets the attention of one layer apart.
+
+    Attributes:
+      window: tokens that a row sees, itself included; 0 for all.
+      rope: one of `ROPES`.
+    """
+
+    window: int = 0
+    rope: str = "main"
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise StokerError(f"an attention window of {self.window} tokens must be 0 or more")
+        if self.rope not in ROPES:
+            raise StokerError(f"rope '{self.rope}' is not known; supported: {', '.join(ROPES)}")
+
+
+def plain_kinds(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """`kinds`, or nothing where no layer is set apart: equal models get equal configurations."""
+    return () if all(kind == LayerKind() for kind in kinds) else kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +135,29 @@ class ModelConfig:
       n_heads: N, query heads.
       n_kv_heads: K, key and value heads; divides N.
       head_dim: H; not always D / N.
-      d_ff: F, width of the gated MLP.
+      d_ff: F, width of the gated MLP, or of each expert.
       max_positions: longest context that the model was made for, in tokens.
       norm_eps: epsilon of the RMS norms.
       rope: rotary embedding.
+      local_rope: another one, for the layers whose kind asks for it; None where none does.
+      kinds: what sets each of the L layers apart; empty where all are `LayerKind()`.
       tied_head: the embedding table is the output head too.
       attention_bias: query, key and value projections have biases.
+      output_bias: the projection after attention has one.
+      mlp_bias: the three projections of the MLP have.
+      pre_norm: attention and MLP read their input through a norm.
+      post_norm: their output goes through a norm before the residual sum.
+      qk_norm: norm of queries and keys before rotation, one of `QK_NORMS`.
       activation: of the gate, one of `ACTIVATIONS`.
+      attention_scale: factor on attention scores; None for H ** -0.5.
+      attention_softcap: scores become cap * tanh(score / cap); 0 for none.
+      logit_softcap: likewise for logits.
+      embedding_scale: factor on embeddings, rounded to `dtype`.
+      residual_scale: factor on what attention and MLP add to the residual stream.
+      logit_scale: factor on logits, before the cap.
+      n_experts: E, MLPs of each layer, of which a router picks a few for each token; 0: one MLP.
+      experts_per_token: how many it picks.
+      expert_norm: the weights of those it picks are made to sum to one.
       dtype: what activations are computed in, one of `DTYPES`.
       kv_dtype: what keys and values are kept in, likewise.
       kernels: who does the arithmetic.
@@ -101,9 +174,25 @@ class ModelConfig:
     max_positions: int
     norm_eps: float
     rope: Rope
+    local_rope: Rope | None = None
+    kinds: tuple[LayerKind, ...] = ()
     tied_head: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm: str = "none"
     activation: str = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    n_experts: int = 0
+    experts_per_token: int = 0
+    expert_norm: bool = True
     dtype: str = "float32"
     kv_dtype: str = "float32"
     kernels: Kernels = Kernels()
@@ -117,27 +206,64 @@ class ModelConfig:
             raise StokerError(
                 f"{self.n_heads} query heads cannot share {self.n_kv_heads} KV heads evenly"
             )
-        if self.rope.dims % 2 or not 0 < self.rope.dims <= self.head_dim:
+        for rope in self.ropes.values():
+            rope.check(self.head_dim)
+        if self.n_experts and not 0 < self.experts_per_token <= self.n_experts:
             raise StokerError(
-                f"rotary width {self.rope.dims} must be even and at most the head width "
-                f"{self.head_dim}"
+                f"{self.experts_per_token} experts for each token of {self.n_experts}; at least "
+                "one and at most all can serve"
             )
-        if self.rope.factors and len(self.rope.factors) != self.rope.dims // 2:
-            raise StokerError(
-                f"{len(self.rope.factors)} rotary factors for {self.rope.dims // 2} frequencies"
-            )
-        for value in (self.norm_eps, self.rope.theta, self.rope.scale, *self.rope.factors):
-            if not (math.isfinite(value) and value > 0):
+        if self.n_experts and self.mlp_bias:
+            raise StokerError("experts with biases are not supported; give a model without them")
+        self._check_kinds()
+        self._check_numbers()
+        choices = (("activation", ACTIVATIONS), ("qk_norm", QK_NORMS))
+        for name, known in (*choices, ("dtype", DTYPES), ("kv_dtype", DTYPES)):
+            if getattr(self, name) not in known:
                 raise StokerError(
-                    f"norm epsilon, rotary base, scale and factors must be positive, not {value}"
+                    f"{name.removeprefix('kv_')} '{getattr(self, name)}' is not known; supported: "
+                    f"{', '.join(known)}"
                 )
-        if self.activation not in ACTIVATIONS:
-            raise StokerError(
-                f"activation '{self.activation}' is not known; supported: {', '.join(ACTIVATIONS)}"
-            )
-        for dtype in (self.dtype, self.kv_dtype):
-            if dtype not in DTYPES:
-                raise StokerError(f"dtype '{dtype}' is not known; supported: {', '.join(DTYPES)}")
+
+    def _check_kinds(self) -> None:
+        if self.kinds and len(self.kinds) != self.n_layers:
+            raise StokerError(f"{len(self.kinds)} kinds of layers for {self.n_layers} layers")
+        if self.local_rope is None and any(kind.rope == "local" for kind in self.kinds):
+            raise StokerError("a layer asks for the local rotary embedding, but there is none")
+
+    def _check_numbers(self) -> None:
+        _positive("norm epsilon", self.norm_eps)
+        scales = (self.embedding_scale, self.residual_scale, self.logit_scale)
+        for value in (*scales, self.score_scale):
+            _positive("scales of attention, embeddings, residuals and logits", value)
+        for value in (self.attention_softcap, self.logit_softcap):
+            if not (math.isfinite(value) and value >= 0):
+                raise StokerError(f"soft-caps must be positive, or 0 for none, not {value}")
+
+    def for_context(self, tokens: int) -> ModelConfig:
+        """The configuration for sequences of up to `tokens`.
+
+        Only LongRoPE models change: their rotary factors follow the longest context that is served,
+        since keys in the cache cannot be turned again once a sequence grows past the original one.
+        """
+        local = self.local_rope and self.local_rope.for_context(tokens)
+        return dataclasses.replace(self, rope=self.rope.for_context(tokens), local_rope=local)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each of the L layers."""
+        return self.kinds or (LayerKind(),) * self.n_layers
+
+    @property
+    def ropes(self) -> dict[str, Rope]:
+        """The rotary embeddings by the name that layers have for them."""
+        local = {} if self.local_rope is None else {"local": self.local_rope}
+        return {"main": self.rope, **local}
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def group_size(self) -> int:
@@ -153,3 +279,8 @@ class ModelConfig:
     def compute_dtype(self) -> jnp.dtype:
         """`dtype` as a JAX type."""
         return jnp.dtype(self.dtype)
+
+
+def _positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise StokerError(f"{what} must be positive, not {value}")

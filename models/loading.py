@@ -14,21 +14,27 @@ import jax
 import numpy as np
 
 from .checkpoints.gguf import GGUFCheckpoint
-from .checkpoints.gguf_blocks import convert
+from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import Kernels, ModelConfig
 from .errors import StokerError
-from .families import Family, family_for
-from .families.family import ROPE_FACTORS
-from .host_arrays import Arena
+from .families import Family, family_for, family_of_type
+from .families.gguf_config import model_config as config_from_gguf
+from .families.hf_config import ConfigJson
+from .families.hf_config import model_config as config_from_json
+from .families.naming import Naming, TensorUse
+from .host_arrays import Arena, aligned_empty
+from .json_files import read_json
 from .ops import cpu
 from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
 from .quantized import QuantArray, dequantize
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
+from .tokenizers.folder import tokenizer_from_folder
 from .tokenizers.gguf import tokenizer_from_gguf
 
 _LOG = logging.getLogger("stoker")
 
+Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint
 #: Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], None]
 
@@ -39,7 +45,7 @@ class Model:
 
     Attributes:
       name: as it was asked for.
-      path: the file (of a split model: its first shard).
+      path: the file (of a split model: its first shard), or the folder of safetensors files.
       config: the architecture.
       params: the tree of `abstract_params(config)`, of JAX arrays and `QuantArray`s.
       tokenizer: of the checkpoint; None where weights are random.
@@ -65,7 +71,7 @@ def load_model(
     activations: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """Loads a model by alias, GGUF file (any shard of a split one) or folder.
+    """Loads a model by alias, GGUF file (any shard of a split one), folder or `hf:` name.
 
     Everything is checked before any tensor is read: header, configuration, names, shapes, types
     and tokenizer.
@@ -82,24 +88,62 @@ def load_model(
       StokerError: the model cannot be found, is damaged or is not supported.
     """
     start = time.perf_counter()
-    checkpoint = GGUFCheckpoint.open(resolve(name))
-    family = family_for(checkpoint.metadata.get("general.architecture"))
-    config = choose_numerics(
-        family.config(checkpoint), dtype, kv_dtype, choose_kernels(kernels, activations)
-    )
-    check_tensors(checkpoint, family, config)
-    tokenizer = tokenizer_from_gguf(checkpoint.metadata)
+    path = resolve(name)
+    opened = open_checkpoint(path)
+    chosen = choose_kernels(kernels, activations)
+    config = choose_numerics(opened.config, dtype, kv_dtype, chosen)
+    check_tensors(opened.checkpoint, opened.family, config)
+    tokenizer = opened.tokenizer()
     # More rows than tokens is padding; fewer would leave tokens without an embedding.
     if tokenizer.vocab_size > config.vocab_size:
         raise StokerError(
             f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
             f"{config.vocab_size} rows; convert the model again"
         )
-    params = load_params(checkpoint, family, config, progress=progress)
+    params = load_params(opened.checkpoint, opened.family, config, progress=progress)
     jax.block_until_ready(params)
     seconds = time.perf_counter() - start
-    path, size = checkpoint.paths[0], checkpoint.file_bytes
-    return Model(str(name), path, config, params, tokenizer, size, seconds)
+    return Model(str(name), path, config, params, tokenizer, opened.checkpoint.file_bytes, seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A checkpoint of which no tensor has been read.
+
+    Attributes:
+      checkpoint: its tensors.
+      family: of the model.
+      config: the architecture, in float32 and with the reference kernels.
+      tokenizer: makes the tokenizer.
+    """
+
+    checkpoint: Checkpoint
+    family: Family
+    config: ModelConfig
+    tokenizer: Callable[[], Tokenizer]
+
+
+def open_checkpoint(path: pathlib.Path) -> Opened:
+    """Opens a GGUF file or a folder of safetensors files, as `resolve` finds them.
+
+    Raises:
+      StokerError: it is damaged, or its architecture is not supported.
+    """
+    if is_safetensors_folder(path):
+        json = ConfigJson(read_json(path / "config.json"))
+        family = family_of_type(json.value("model_type"))
+        files = SafetensorsCheckpoint.open(path)
+        config = config_from_json(family, json, files.tensors)
+        return Opened(files, family, config, lambda: tokenizer_from_folder(path))
+    gguf = GGUFCheckpoint.open(path)
+    family = family_for(gguf.metadata.get("general.architecture"))
+    config = config_from_gguf(family, gguf)
+    return Opened(gguf, family, config, lambda: tokenizer_from_gguf(gguf.metadata))
+
+
+def naming_of(checkpoint: Checkpoint, family: Family) -> Naming:
+    """How this kind of checkpoint calls the parameters of `family`."""
+    return family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
 
 
 def choose_numerics(
@@ -135,23 +179,23 @@ def choose_kernels(platform: str | None = None, activations: str | None = None) 
     return Kernels(platform, activations)
 
 
-def check_tensors(checkpoint: GGUFCheckpoint, family: Family, config: ModelConfig) -> None:
-    """Raises `StokerError` unless the file holds exactly the parameters, in their shapes.
+def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -> None:
+    """Raises `StokerError` unless the files hold exactly the parameters, in their shapes.
 
     A missing tensor, one of another shape and one that no parameter uses are each named.
     """
-    names, tensors = family.tensor_names(config), checkpoint.tensors
-    missing = [name for name in names.values() if name not in tensors]
+    naming, tensors = naming_of(checkpoint, family), checkpoint.tensors
+    uses = {name: use for use in naming.uses(config).values() for name in use.tensors}
+    missing = [name for name in uses if name not in tensors]
     if missing:
         raise StokerError(f"the file lacks {_some(missing)}; give a complete checkpoint")
-    for path, parameter in named_parameters(abstract_params(config)):
-        found = tensors[names[path]].shape
-        if found != parameter.shape:
+    for name, use in uses.items():
+        if tensors[name].shape != use.shape:
             raise StokerError(
-                f"tensor '{names[path]}' has shape {list(found)} where the configuration needs "
-                f"{list(parameter.shape)}; convert the model again"
+                f"tensor '{name}' has shape {list(tensors[name].shape)} where the configuration "
+                f"needs {list(use.shape)}; convert the model again"
             )
-    unused = tensors.keys() - names.values() - {ROPE_FACTORS}
+    unused = tensors.keys() - uses.keys() - naming.spare_tensors(config)
     if unused:
         raise StokerError(
             f"the file has {_some(sorted(unused))}, which family '{family.name}' does not use; "
@@ -160,7 +204,7 @@ def check_tensors(checkpoint: GGUFCheckpoint, family: Family, config: ModelConfi
 
 
 def load_params(
-    checkpoint: GGUFCheckpoint,
+    checkpoint: Checkpoint,
     family: Family,
     config: ModelConfig,
     *,
@@ -175,7 +219,7 @@ def load_params(
     Args:
       checkpoint: an open checkpoint.
       family: of the checkpoint.
-      config: from `family.config(checkpoint)`.
+      config: the architecture of the checkpoint.
       place: puts one leaf of a parameter (given its dotted path) on the device or devices.
       progress: told how many bytes of tensors have been read.
 
@@ -184,32 +228,50 @@ def load_params(
       CPU kernels run), dense ones in the file's own type, norms and biases in float32.
     """
     abstract = abstract_params(config)
-    names, tensors = family.tensor_names(config), checkpoint.tensors
+    naming, tensors = naming_of(checkpoint, family), checkpoint.tensors
+    uses = naming.uses(config)
     parameters = dict(named_parameters(abstract))
-    total, done = sum(tensors[name].nbytes for name in names.values()), 0
+    # Several parameters may share a tensor: each reads its rows of it.
+    sizes = {
+        path: sum(tensors[name].nbytes for name in use.tensors)
+        // use.shape[0]
+        * len(range(use.shape[0])[use.rows])
+        for path, use in uses.items()
+    }
+    total, done = sum(sizes.values()), 0
     values: dict[str, Any] = {}
     arena = Arena()
-    for path in sorted(parameters, key=lambda path: -tensors[names[path]].nbytes):
-        order = family.row_order(path, config)
-        value = _parameter(checkpoint, names[path], parameters[path], order)
-        checkpoint.release(names[path])
-        if config.kernels.platform == "cpu" and isinstance(value, QuantArray):
+    for path in sorted(parameters, key=lambda path: -sizes[path]):
+        order = naming.row_order(path, config)
+        value = _parameter(checkpoint, uses[path], parameters[path], order)
+        # Experts stay as they are: only the reference multiplies with them, so far.
+        packs = isinstance(value, QuantArray) and value.ndim == 2
+        if config.kernels.platform == "cpu" and packs:
             value = cpu.pack(value, arena.empty)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        done += tensors[names[path]].nbytes
+        done += sizes[path]
         if progress is not None:
             progress(done, total)
     return unflatten(abstract, values)
 
 
 def _parameter(
-    checkpoint: GGUFCheckpoint, name: str, parameter: Parameter, order: np.ndarray | None
+    checkpoint: Checkpoint, use: TensorUse, parameter: Parameter, order: np.ndarray | None
 ) -> Any:
     """One parameter with NumPy leaves, its rows in `order` where that is given."""
-    value = convert(checkpoint.read(name), checkpoint.tensors[name])
+    value: Any = None
+    for index, name in enumerate(use.tensors):
+        part: Any = checkpoint.load(name, use.rows)
+        checkpoint.release(name)
+        if len(use.tensors) == 1 and part.shape == parameter.shape:
+            value = part
+            continue
+        if value is None:
+            value = aligned_empty(parameter.shape, part.dtype)
+        value[index] = part
     if parameter.dtype != "any":
         dense = dequantize(value) if isinstance(value, QuantArray) else value
-        value = np.asarray(dense, parameter.dtype)
+        value = np.asarray(dense, parameter.dtype) + np.asarray(use.added, parameter.dtype)
     # A gather of rows moves codes and scales together: nothing is requantised.
     return value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
 

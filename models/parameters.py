@@ -48,26 +48,43 @@ def abstract_params(config: ModelConfig) -> Params:
     D, F, V = config.d_model, config.d_ff, config.vocab_size
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
 
-    def norm(width: int) -> Parameter:
-        return Parameter((width,), ("model",), "float32")
+    def norm(width: int, axis: str | None = "model") -> Parameter:
+        return Parameter((width,), (axis,), "float32")
 
     layer = {
-        "attn_norm": norm(D),
         "q": Parameter((q, D), ("heads", "model")),
         "k": Parameter((kv, D), ("kv_heads", "model")),
         "v": Parameter((kv, D), ("kv_heads", "model")),
         "o": Parameter((D, q), ("model", "heads")),
-        "mlp_norm": norm(D),
-        "gate": Parameter((F, D), ("ff", "model")),
-        "up": Parameter((F, D), ("ff", "model")),
-        "down": Parameter((D, F), ("model", "ff")),
     }
-    if config.attention_bias:
+    if config.n_experts:
+        E = config.n_experts
         layer |= {
-            "q_bias": Parameter((q,), ("heads",), "float32"),
-            "k_bias": Parameter((kv,), ("kv_heads",), "float32"),
-            "v_bias": Parameter((kv,), ("kv_heads",), "float32"),
+            "router": Parameter((E, D), (None, "model")),
+            "expert_gate": Parameter((E, F, D), ("experts", "ff", "model")),
+            "expert_up": Parameter((E, F, D), ("experts", "ff", "model")),
+            "expert_down": Parameter((E, D, F), ("experts", "model", "ff")),
         }
+    else:
+        layer |= {
+            "gate": Parameter((F, D), ("ff", "model")),
+            "up": Parameter((F, D), ("ff", "model")),
+            "down": Parameter((D, F), ("model", "ff")),
+        }
+    if config.pre_norm:
+        layer |= {"attn_norm": norm(D), "mlp_norm": norm(D)}
+    if config.post_norm:
+        layer |= {"attn_post_norm": norm(D), "mlp_post_norm": norm(D)}
+    if config.qk_norm == "head":
+        layer |= {"q_norm": norm(config.head_dim, None), "k_norm": norm(config.head_dim, None)}
+    if config.qk_norm == "full":
+        layer |= {"q_norm": norm(q, "heads"), "k_norm": norm(kv, "kv_heads")}
+    biased = {"q": config.attention_bias, "k": config.attention_bias, "v": config.attention_bias}
+    biased |= {"o": config.output_bias}
+    biased |= {"gate": config.mlp_bias, "up": config.mlp_bias, "down": config.mlp_bias}
+    for name in (name for name, present in biased.items() if present):
+        rows, axis = layer[name].shape[0], layer[name].axes[0]
+        layer[f"{name}_bias"] = Parameter((rows,), (axis,), "float32")
     tree = {
         "embedding": Parameter((V, D), ("vocab", "model")),
         "layers": tuple(dict(layer) for _ in range(config.n_layers)),

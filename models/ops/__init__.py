@@ -7,24 +7,29 @@ from .dispatch import (
     attention,
     embed,
     gated_matmul,
+    grouped_matmul,
     largest,
     logsumexp,
     matmul,
     products,
     sample,
 )
-from .elementwise import rotary_tables
+from .elementwise import activate, rms_norm, rotary_tables, softcap
 from .layout import Layout
 
 __all__ = [
     "Layout",
+    "activate",
     "attention",
     "embed",
     "gated_matmul",
+    "grouped_matmul",
     "largest",
     "logsumexp",
     "matmul",
     "products",
+    "rms_norm",
     "rotary_tables",
     "sample",
+    "softcap",
 ]

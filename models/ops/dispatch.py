@@ -64,6 +64,14 @@ def gated_matmul(
     return result.astype(gate.dtype)
 
 
+def grouped_matmul(x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
+    """Rows `x [T, C]` times their group's matrix of `weight [E, R, C]`: `[T, R]` in x's dtype.
+
+    See `xla.grouped_matmul`, the only implementation so far, with float32 activations everywhere.
+    """
+    return xla.grouped_matmul(x, weight, sizes).astype(x.dtype)
+
+
 def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
     if isinstance(weight, QuantArray):
         raise StokerError(
@@ -93,6 +101,8 @@ def attention(
     *,
     turn: tuple[jax.Array, jax.Array],
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates q and k, appends keys and values to the pages, and attends causally over live pages.
 
@@ -100,9 +110,17 @@ def attention(
     yet, and `turn`: cosines and sines `[T, dims/2]` from `rotary_tables`.
     """
     if kernels.platform == "cpu":
-        return cpu.attention(q, k, v, k_pages, v_pages, layout, turn=turn, scale=scale)
+        return cpu.attention(
+            *(q, k, v, k_pages, v_pages, layout),
+            turn=turn,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
     q, k = rotate(q, *turn), rotate(k, *turn)
-    return xla.attention(q, k, v, k_pages, v_pages, layout, scale=scale)
+    return xla.attention(
+        q, k, v, k_pages, v_pages, layout, scale=scale, window=window, softcap=softcap
+    )
 
 
 def sample(

@@ -19,9 +19,12 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotary_tables(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine `[T, dims/2]`, float32, of each position `[T]` at each frequency."""
+    """Cosine and sine `[T, dims/2]`, float32, of each position `[T]` at each frequency.
+
+    Both are multiplied by `rope.attention_factor`.
+    """
     angles = positions[:, None].astype(jnp.float32) * jnp.asarray(rope.frequencies(), jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -42,3 +45,8 @@ def activate(x: jax.Array, name: str) -> jax.Array:
     if name == "gelu_tanh":
         return jax.nn.gelu(x, approximate=True)
     raise ValueError(f"unknown activation {name!r}")
+
+
+def softcap(x: jax.Array, cap: float) -> jax.Array:
+    """`cap * tanh(x / cap)` (Bello et al. 2016), or x itself where the cap is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x

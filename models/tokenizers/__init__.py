@@ -4,6 +4,8 @@ from .base import Tokenizer, TokenType, Vocabulary
 from .bpe import PRE_TOKENIZERS, BpeTokenizer, PreTokenizer
 from .chat import encode_chat, render_chat
 from .detokenizer import Detokenizer
+from .fast import FastTokenizer
+from .folder import tokenizer_from_folder
 from .gguf import tokenizer_from_gguf
 from .spm import SpmTokenizer
 
@@ -11,6 +13,7 @@ __all__ = [
     "PRE_TOKENIZERS",
     "BpeTokenizer",
     "Detokenizer",
+    "FastTokenizer",
     "PreTokenizer",
     "SpmTokenizer",
     "TokenType",
@@ -18,5 +21,6 @@ __all__ = [
     "Vocabulary",
     "encode_chat",
     "render_chat",
+    "tokenizer_from_folder",
     "tokenizer_from_gguf",
 ]

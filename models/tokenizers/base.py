@@ -160,6 +160,19 @@ class Tokenizer(abc.ABC):
             ids.append(self.eos_id)
         return ids
 
+    def encode_marked(self, text: str, mark: str) -> list[int]:
+        """Token ids of a rendered prompt: control tokens are parsed, and begin and end not added.
+
+        `mark`, a character that keeps other text from spelling a control token, is taken out of
+        what is encoded.
+        """
+        ids: list[int] = []
+        for run, control_id in self.split_control(without_surrogates(text)):
+            ids.extend(self.encode(run.replace(mark, ""), add_special=False))
+            if control_id is not None:
+                ids.append(control_id)
+        return ids
+
     def split_control(self, text: str) -> Iterator[tuple[str, int | None]]:
         """Yields (run, id): text with no special token in it, then the token that follows it.
 

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
 
 from ..errors import StokerError
-from .base import Tokenizer, without_surrogates
+from .base import Tokenizer
 from .messages import checked_message, map_strings, marked, plain_copy, unused_character
 from .sandbox import MAX_CHARS, TemplateEnvironment, TooMuchError
 
@@ -103,12 +103,7 @@ def encode_chat(
         tokenizer.eos_token,
         kept_char=mark,
     )
-    ids: list[int] = []
-    for run, control_id in tokenizer.split_control(without_surrogates(text)):
-        ids.extend(tokenizer.encode(run.replace(mark, ""), add_special=False))
-        if control_id is not None:
-            ids.append(control_id)
-    return ids
+    return tokenizer.encode_marked(text, mark)
 
 
 class _StoppedError(StokerError):

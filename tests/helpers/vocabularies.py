@@ -25,6 +25,12 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CHATML = (
@@ -63,7 +69,7 @@ def published_tokenizer(pre: str) -> tokenizers.Tokenizer:
             ]
         )
     else:
-        pattern = {"llama-bpe": LLAMA3, "qwen2": QWEN2}[pre]
+        pattern = {"llama-bpe": LLAMA3, "dbrx": LLAMA3, "qwen2": QWEN2, "gpt-4o": O200K}[pre]
         engine.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),

@@ -307,7 +307,7 @@ def test_bench_of_random_weights(capsys, tmp_path, weights: str, kernels: str) -
 def test_known_architectures_are_whole(name: str) -> None:
     config = architecture(name)
     assert count_elements(abstract_params(config)) > 1e8
-    assert config.n_heads * config.head_dim == config.d_model
+    assert config.n_heads * config.head_dim in (config.d_model, 2 * config.d_model)
 
 
 @pytest.mark.parametrize(

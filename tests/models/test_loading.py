@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf_files import Tiny, gguf_name, hf_weights, write_gguf
+from gguf_files import Tiny, hf_weights, write_gguf
 from tiny import HF_NAMES
 
 from stoker.models.checkpoints.gguf import GGUFCheckpoint
 from stoker.models.errors import StokerError
 from stoker.models.families import FAMILIES, family_for
+from stoker.models.families.gguf_config import model_config
 from stoker.models.loading import check_tensors, load_model, load_params
 from stoker.models.ops import cpu
 from stoker.models.parameters import abstract_params, is_weight, named_parameters
@@ -142,7 +143,7 @@ def test_reordered_rows_rotate_like_the_files_pairs(dims):
         _config(Tiny(d_model=48, n_heads=3, n_kv_heads=3, head_dim=width)),
         rope=dataclasses.replace(_config(Tiny()).rope, dims=dims),
     )
-    order = FAMILIES["llama"].row_order(path, config)
+    order = FAMILIES["llama"].gguf.row_order(path, config)
     assert sorted(order) == list(range(heads * width))
     x = np.random.default_rng(0).normal(size=(heads, width))
     angle = 0.7 * np.arange(1, dims // 2 + 1)
@@ -155,8 +156,8 @@ def test_reordered_rows_rotate_like_the_files_pairs(dims):
     halves[:, : dims // 2] = left * np.cos(angle) - right * np.sin(angle)
     halves[:, dims // 2 : dims] = left * np.sin(angle) + right * np.cos(angle)
     np.testing.assert_allclose(halves, paired.reshape(-1)[order].reshape(heads, width))
-    assert FAMILIES["qwen2"].row_order(path, config) is None
-    assert FAMILIES["llama"].row_order("layers.0.v", config) is None
+    assert FAMILIES["qwen2"].gguf.row_order(path, config) is None
+    assert FAMILIES["llama"].gguf.row_order("layers.0.v", config) is None
 
 
 def _config(tiny, **metadata):
@@ -164,7 +165,7 @@ def _config(tiny, **metadata):
     with tempfile.TemporaryDirectory() as folder:
         path = write_gguf(pathlib.Path(folder) / "m.gguf", tiny, metadata=metadata)
         checkpoint = GGUFCheckpoint.open(path)
-        return family_for(checkpoint.metadata["general.architecture"]).config(checkpoint)
+        return model_config(family_for(checkpoint.metadata["general.architecture"]), checkpoint)
 
 
 def test_head_width_falls_back_to_the_models_width():
@@ -205,8 +206,10 @@ def test_rope_factors_come_from_their_tensor(tmp_path):
     assert model.config.rope.frequencies()[2] == pytest.approx(10000 ** (-4 / 8) / 4)
 
 
-def test_a_windowed_context_that_is_never_reached_is_fine():
-    assert _config(Tiny(), **{"llama.attention.sliding_window": 256}).max_positions == 256
+def test_a_window_is_on_every_layer_but_one_that_is_never_reached_is_none():
+    assert _config(Tiny(), **{"llama.attention.sliding_window": 256}).kinds == ()
+    kinds = _config(Tiny(), **{"llama.attention.sliding_window": 32}).kinds
+    assert [kind.window for kind in kinds] == [32, 32]
 
 
 def test_qwen2_reads_its_own_keys(tmp_path):
@@ -247,7 +250,7 @@ def test_each_leaf_is_placed_by_the_caller_and_progress_is_told(tmp_path):
         write_gguf(tmp_path / "m.gguf", TINIES["bias"], quantisation="Q8_0")
     )
     family = family_for("llama")
-    config = family.config(checkpoint)
+    config = model_config(family, checkpoint)
     check_tensors(checkpoint, family, config)
     placed, told = [], []
 
@@ -262,17 +265,6 @@ def test_each_leaf_is_placed_by_the_caller_and_progress_is_told(tmp_path):
     assert len(placed) == len(jax.tree.leaves(params))
     assert told == sorted(told) and told[-1][0] == told[-1][1]
     assert told[-1][1] == sum(info.nbytes for info in checkpoint.tensors.values())
-
-
-def test_names_of_every_family_exist_in_the_gguf_package():
-    for family in FAMILIES.values():
-        arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[family.architecture]
-        names = gguf.get_tensor_name_map(arch, 2)
-        for hf in hf_weights(Tiny(architecture=family.architecture)):
-            assert f"{names.get_name(hf.rpartition('.')[0])}.weight" == gguf_name(hf)
-            assert gguf_name(hf).replace("blk.0.", "blk.{layer}.").replace(
-                "blk.1.", "blk.{layer}."
-            ) in set(family.tensors.values())
 
 
 def test_smollm2(smollm2):

@@ -40,7 +40,12 @@ BAD = {
     "rope_width": ({"llama.rope.dimension_count": 10}, {}, "rotary width 10"),
     "rope_base": ({"llama.rope.freq_base": -1.0}, {}, "must be positive"),
     "eps_nan": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, {}, "not nan"),
-    "yarn": ({"llama.rope.scaling.type": "yarn"}, {}, "'yarn', which is not supported"),
+    "yarn_bare": ({"llama.rope.scaling.type": "yarn"}, {}, "scaling.factor' is missing"),
+    "yarn_zero": (
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.0},
+        {},
+        "0.0 over 256 tokens is no YaRN scaling",
+    ),
     "dynamic": ({"llama.rope.scaling.type": "dynamic"}, {}, "'dynamic'"),
     "linear_bare": (
         {"llama.rope.scaling.type": "linear"},
@@ -48,8 +53,18 @@ BAD = {
         "scale_linear' is missing|scaling.factor' is missing",
     ),
     "attn_factor": ({"llama.rope.scaling.attn_factor": 1.2}, {}, "rope.scaling.attn_factor"),
-    "experts": ({"llama.expert_count": 8}, {}, "'llama.expert_count' is 8"),
-    "window": ({"llama.attention.sliding_window": 32}, {}, "attention.sliding_window is 32"),
+    "experts": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 2},
+        {},
+        "lacks tensors 'blk.0.ffn_down_exps.weight'",
+    ),
+    "experts_bare": ({"llama.expert_count": 8}, {}, "'llama.expert_used_count' is missing"),
+    "experts_many": (
+        {"llama.expert_count": 8, "llama.expert_used_count": 9},
+        {},
+        "9 experts for each token of 8",
+    ),
+    "window_text": ({"llama.attention.sliding_window": "32"}, {}, "sliding_window' must be one"),
     "encoder": ({"llama.attention.causal": False}, {}, "'llama.attention.causal' is False"),
     "logit_scale": ({"llama.logit_scale": 0.5}, {}, "'llama.logit_scale' is 0.5"),
     "architecture": ({}, {}, "general.architecture is 'zzz'"),
@@ -59,7 +74,7 @@ BAD = {
         {f"x.{index}.weight": VECTOR for index in range(5)},
         "'x.0.weight', 'x.1.weight', 'x.2.weight' and 2 more",
     ),
-    "output_bias": ({}, {"blk.1.attn_output.bias": VECTOR}, "'blk.1.attn_output.bias'"),
+    "output_bias": ({}, {"blk.1.attn_output.bias": VECTOR}, "lacks tensor 'blk.0.attn_output"),
     "one_bias": (
         {},
         {"blk.1.attn_k.bias": np.ones(16, np.float32)},
@@ -94,7 +109,7 @@ def test_a_mismatch_is_named_before_any_tensor_is_read(case, tmp_path, monkeypat
         assert name == "rope_freqs.weight", f"'{name}' was read before the file was checked"
         return read(self, name)
 
-    read = GGUFCheckpoint.read
+    read = GGUFCheckpoint.read  # `load` calls it too
     monkeypatch.setattr(GGUFCheckpoint, "read", untouched)
     with pytest.raises(StokerError) as caught:
         load_model(path)

@@ -263,7 +263,7 @@ def test_names(tmp_path, monkeypatch):
     assert load_model("m.gguf").name == "m.gguf"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("~/m.gguf") == path
-    with pytest.raises(StokerError, match="model 'gpt5' is not known; use smollm2-135m, or"):
+    with pytest.raises(StokerError, match="model 'gpt5' is not known; use smollm2-135m, hf:"):
         resolve("gpt5")
     with pytest.raises(StokerError, match=r"path 'models/none' does not exist; .*smollm2-135m"):
         resolve("models/none")

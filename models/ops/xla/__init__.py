@@ -1,7 +1,7 @@
 """The reference implementations: plain XLA, for every platform."""
 
 from .attention import attention
-from .matmul import matmul
+from .matmul import grouped_matmul, matmul
 from .sample import largest, sample
 
-__all__ = ["attention", "largest", "matmul", "sample"]
+__all__ = ["attention", "grouped_matmul", "largest", "matmul", "sample"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..elementwise import softcap as soften
 from ..layout import DUMP_PAGE, Layout
 
 #: Cache positions that the reference attends to in one round of its loop.
@@ -23,6 +24,8 @@ def attention(
     layout: Layout,
     *,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Appends this step's keys and values to the pages, then attends causally over live pages.
 
@@ -39,6 +42,8 @@ def attention(
       layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
         output is NaN.
       scale: factor on the scores, usually H ** -0.5.
+      window: tokens that a row sees, itself included; 0 for all.
+      softcap: scores become softcap * tanh(score / softcap); 0 for none.
 
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
@@ -76,7 +81,10 @@ def attention(
         scores = jnp.einsum(
             "sqkgh,sckh->sqkgc", queries, keys.astype(jnp.float32), precision=_EXACT
         )
+        scores = soften(scores, softcap)
         seen = key_position <= query_position[..., None]
+        if window:
+            seen &= key_position > query_position[..., None] - window
         scores = jnp.where(seen[:, :, None, None, :], scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
         decay = jnp.exp(peak - new_peak)

@@ -20,3 +20,29 @@ def matmul(x: jax.Array, weight: Weight) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+
+
+def grouped_matmul(x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
+    """Rows `x [T, C]`, sorted by group, times the transpose of their group's matrix.
+
+    Args:
+      x: the first `sizes[0]` rows belong to group 0, and so on.
+      weight: `[E, R, C]`, quantised or not.
+      sizes: int32 `[E]`, which sum to T.
+
+    Returns:
+      float32 `[T, R]`, computed as `matmul` does.
+    """
+    axes = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return jax.lax.ragged_dot_general(
+        x,
+        densify(weight, x.dtype),
+        sizes,
+        axes,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

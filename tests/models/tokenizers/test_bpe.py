@@ -14,6 +14,8 @@ PATTERNS = {
     "gpt-2": [vocabularies.GPT2],
     "smollm": [r"\p{N}", vocabularies.GPT2],
     "llama-bpe": [vocabularies.LLAMA3],
+    "dbrx": [vocabularies.LLAMA3],
+    "gpt-4o": [vocabularies.O200K],
     "qwen2": [vocabularies.QWEN2],
 }
 PRES = list(PATTERNS)
@@ -84,7 +86,9 @@ def test_rules_differ_on_the_corpus():
         ]
         for pre, engine in engines.items()
     }
-    assert all(cuts[a] != cuts[b] for a in PRES for b in PRES if a != b)
+    # dbrx cuts as llama-bpe does; they differ in whole words that are tokens.
+    pres = [pre for pre in PRES if pre != "dbrx"]
+    assert all(cuts[a] != cuts[b] for a in pres for b in pres if a != b)
 
 
 def test_llama3_rule_prefers_a_whole_word_and_adds_bos():

@@ -1,0 +1,47 @@
+"""A mixture of experts in place of a layer's MLP (Shazeer et al. 2017), on a flat token axis."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from . import ops
+from .config import ModelConfig
+from .parameters import Params
+
+
+def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Norm, then the chosen experts' gated MLPs of `x [T, D]`, summed by the router's weights.
+
+    Rows are sorted by expert, so that each expert's are neighbours and its weights are read once.
+    """
+    if config.pre_norm:
+        x = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps)
+    scores = ops.products(x, (weights["router"],), config.kernels, dtype=jnp.dtype("float32"))[0]
+    shares, chosen = route(scores, config.experts_per_token, config.expert_norm)
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=config.n_experts).astype(jnp.int32)
+    rows = x[order // config.experts_per_token]
+    gate = ops.grouped_matmul(rows, weights["expert_gate"], sizes)
+    up = ops.grouped_matmul(rows, weights["expert_up"], sizes)
+    hidden = ops.activate(gate, config.activation) * up
+    out = ops.grouped_matmul(hidden, weights["expert_down"], sizes)
+    out = out[jnp.argsort(order)].reshape(*shares.shape, -1)
+    mixed = jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
+    if config.post_norm:
+        mixed = ops.rms_norm(mixed, weights["mlp_post_norm"], config.norm_eps)
+    return mixed
+
+
+def route(scores: jax.Array, n_chosen: int, normalise: bool) -> tuple[jax.Array, jax.Array]:
+    """The experts of each row, by the softmax of the router's `scores [T, E]` in float32.
+
+    Returns:
+      Shares float32 `[T, n_chosen]`, which sum to one where they are normalised, and the experts'
+      numbers int32 `[T, n_chosen]`.
+    """
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), n_chosen)
+    if normalise:
+        shares = shares / shares.sum(axis=-1, keepdims=True)
+    return shares, chosen
