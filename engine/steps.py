@@ -145,9 +145,7 @@ def new_state(
         lengths=jnp.zeros(slots, jnp.int32),
         history=jnp.zeros((slots, context), jnp.int32),
         # Copied: what is donated must not be NumPy's memory.
-        sampling=jax.tree.map(
-            jnp.array, pack_sampling(requests, vocab_size, prompt_lens, end_ids)
-        ),
+        sampling=jax.tree.map(jnp.array, pack_sampling(requests, vocab_size, prompt_lens, end_ids)),
     )
 
 
