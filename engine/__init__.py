@@ -1,1 +1,1 @@
-"""How it is served: cache, steps, sampling, sessions, accounting."""
+"""How it is served: pages, steps, sampling, scheduling, the engine and its accounting."""
