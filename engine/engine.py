@@ -42,7 +42,7 @@ from .runner import Advance, Dispatched, Runner, Sampled, Scored
 from .sampling_params import MAX_SEED, SamplingParams
 from .scheduler import Scheduler
 from .scheduler import Sequence as Scheduled
-from .shapes import choose_shapes
+from .shapes import Shapes, choose_shapes
 from .stats import EngineStats
 
 _LOG = logging.getLogger("stoker")
@@ -91,6 +91,7 @@ class Engine:
         host work on small models; a new request waits for all of them.
       mixed: prompts and running replies share steps, and the reading of the weights; if not, they
         take turns, which is slower and there to compare with.
+      shapes: what steps are compiled for, in place of what `slots` and `step_tokens` suggest.
 
     Attributes:
       context, slots, n_pages: as reserved.
@@ -113,6 +114,7 @@ class Engine:
         prefix_cache: bool = True,
         decode_steps: int = 1,
         mixed: bool = True,
+        shapes: Shapes | None = None,
     ) -> None:
         config = model.config
         context = config.max_positions if context is None else context
@@ -127,7 +129,8 @@ class Engine:
         self.model = model
         self.slots = slots
         self.context = context
-        self.shapes = choose_shapes(slots, step_tokens)
+        self.shapes = choose_shapes(slots, step_tokens) if shapes is None else shapes
+        self.shapes.check(slots)
         self.n_pages = choose_pages(config, slots, context, pages, kv_bytes)
         self.stats = EngineStats()
         self._decode_steps = decode_steps
@@ -137,7 +140,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._pages,
             slots=slots,
-            step_tokens=step_tokens,
+            step_tokens=self.shapes.step_tokens,
             score_tokens=self.shapes.score,
             repeat=decode_steps,
             mixed=mixed,
@@ -222,6 +225,12 @@ class Engine:
         params = SamplingParams() if params is None else params
         ids = self.encode(prompt)
         limit = self.check(ids, params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise StokerError(f"priority is {priority!r}; it must be a whole number")
+        try:
+            hash(salt)
+        except TypeError:
+            raise StokerError(f"salt is {salt!r}; it must be hashable, as strings are") from None
         name = f"request-{next(self._names)}" if request_id is None else request_id
         if name in self._requests:
             raise StokerError(f"request '{name}' is under way already; give another id")

@@ -36,6 +36,27 @@ class Shapes:
         """Most rows of a step."""
         return self.rows[-1]
 
+    def check(self, slots: int) -> None:
+        """Raises StokerError unless every step over `slots` sequences has a shape that holds it."""
+        if slots < 1:
+            raise StokerError(f"slots is {slots}; at least one sequence must run")
+        for name in ("decode", "rows", "sequences"):
+            sizes = getattr(self, name)
+            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+                raise StokerError(f"shapes.{name} is {sizes}; it must rise from at least 1")
+        for name in ("decode", "sequences"):
+            if getattr(self, name)[-1] < slots:
+                raise StokerError(
+                    f"shapes.{name} is {getattr(self, name)}, but {slots} slots may run in a step"
+                )
+        if self.step_tokens <= slots:
+            raise StokerError(
+                f"step_tokens is {self.step_tokens}, but {slots} slots may decode in a step: give "
+                f"more than {slots}, so that prompts go on beside them"
+            )
+        if self.score < 1:
+            raise StokerError(f"shapes.score is {self.score}; it must be at least 1")
+
     def prefill(self) -> list[tuple[int, int]]:
         """Every (T, B) of prefill steps."""
         return list(itertools.product(self.rows, self.sequences))
@@ -63,17 +84,9 @@ def choose_shapes(slots: int, step_tokens: int) -> Shapes:
 
     Sizes rise by a third or a half, so that a step is never more than about a third padding once it
     is longer than a few rows, and the number of programs grows with the logarithm only.
-
-    Raises:
-      StokerError: if decodes of all slots would leave no room for prompts.
+    `Shapes.check` tells whether they fit each other.
     """
-    if slots < 1:
-        raise StokerError(f"slots is {slots}; at least one sequence must run")
-    if step_tokens <= slots:
-        raise StokerError(
-            f"step_tokens is {step_tokens}, but {slots} slots may decode in a step: give more than "
-            f"{slots}, so that prompts go on beside them"
-        )
+    slots, step_tokens = max(slots, 1), max(step_tokens, 1)
     least = min(LEAST_SEQUENCES, slots)
     score = min(SCORE_ROWS, step_tokens)
     return Shapes(

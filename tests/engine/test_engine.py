@@ -13,8 +13,9 @@ import pytest
 from tiny import TINY, random_params, tiny_model, variant
 
 from stoker.engine.engine import Engine
-from stoker.engine.replies import Choice, Reply
+from stoker.engine.replies import Reply
 from stoker.engine.sampling_params import SamplingParams
+from stoker.engine.shapes import Shapes
 from stoker.models.config import Kernels
 from stoker.models.errors import StokerError
 from stoker.models.loading import Model
@@ -23,6 +24,9 @@ from stoker.models.random_weights import random_weights
 RNG = np.random.default_rng(11)
 PROMPT = RNG.integers(0, 512, 45).tolist()
 CONTEXT = 128
+#: Few programs, since each takes a second to compile; other sizes have tests of their own.
+FEW = Shapes(decode=(1, 32), rows=(64,), sequences=(32,), score=64)
+FOUR = Shapes(decode=(4,), rows=(64,), sequences=(4,), score=64)
 
 
 def quantised() -> Model:
@@ -48,13 +52,14 @@ def model(request: pytest.FixtureRequest) -> Model:
 @pytest.fixture(scope="module")
 def engine(model: Model) -> Engine:
     """32 slots, and steps so small that prompts are cut and mixed with decodes all the time."""
-    return Engine(model, slots=32, context=CONTEXT, step_tokens=64)
+    return Engine(model, slots=32, context=CONTEXT, shapes=FEW)
 
 
 @pytest.fixture(scope="module")
 def alone(model: Model) -> Engine:
     """One slot, whole prompts, nothing shared."""
-    return Engine(model, slots=1, context=CONTEXT, prefix_cache=False)
+    shapes = Shapes(decode=(1,), rows=(128,), sequences=(1,), score=64)
+    return Engine(model, slots=1, context=CONTEXT, prefix_cache=False, shapes=shapes)
 
 
 GREEDY = SamplingParams(max_tokens=24, logprobs=5)
@@ -155,7 +160,7 @@ def test_chunks_change_nothing(model: Model, alone: Engine, step_tokens: int) ->
 @pytest.mark.parametrize("way", WAYS)
 def test_preemption_changes_nothing(model: Model, alone: Engine, way: str) -> None:
     """A request of low priority loses its pages to others again and again."""
-    tight = Engine(model, slots=4, context=CONTEXT, step_tokens=64, pages=8)
+    tight = Engine(model, slots=4, context=CONTEXT, shapes=FOUR, pages=8)
     params = dataclasses.replace(WAYS[way], max_tokens=70)
     (expected,) = alone.generate([PROMPT], params)
     reply = tight.add(PROMPT, params)
@@ -173,7 +178,7 @@ def test_preemption_changes_nothing(model: Model, alone: Engine, way: str) -> No
 
 def test_several_steps_at_once_change_nothing(model: Model, alone: Engine) -> None:
     """Surplus tokens after a stop are discarded, and the pages of the reply stay right."""
-    many = Engine(model, slots=4, context=CONTEXT, step_tokens=64, decode_steps=5)
+    many = Engine(model, slots=4, context=CONTEXT, shapes=FOUR, decode_steps=5)
     for params in WAYS.values():
         (whole,) = alone.generate([PROMPT], params)
         stopping = dataclasses.replace(params, stop_ids=(whole.ids[7],))
@@ -242,8 +247,8 @@ def test_nan_fails_one_request_and_nothing_of_it_is_kept() -> None:
     config = variant("plain", "cpu")
     params = random_params(config)
     damaged = dict(params) | {"embedding": params["embedding"].at[13].set(jnp.nan)}
-    engine = Engine(tiny_model(config, damaged), slots=4, context=CONTEXT, step_tokens=64)
-    sound = Engine(tiny_model(config, params), slots=4, context=CONTEXT, step_tokens=64)
+    engine = Engine(tiny_model(config, damaged), slots=4, context=CONTEXT, shapes=FOUR)
+    sound = Engine(tiny_model(config, params), slots=4, context=CONTEXT, shapes=FOUR)
     bad = [*range(20, 60), 13, *range(60, 100)]
     prompts = [bad, PROMPT, bad[:41], bad[:30]]
     assert 13 not in PROMPT
@@ -293,7 +298,7 @@ def test_a_failed_step_loses_no_request(
     model: Model, alone: Engine, error: BaseException, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the step has taken the donated cache: everything is computed again, to the same end."""
-    engine = Engine(model, slots=4, context=CONTEXT, step_tokens=64)
+    engine = Engine(model, slots=4, context=CONTEXT, shapes=FOUR)
     prompts = [PROMPT, PROMPT[:5], PROMPT[:33], PROMPT[7:], PROMPT[::-1]]
     original, calls = getattr(engine.runner, at), itertools.count(1)
 
@@ -320,7 +325,7 @@ def test_a_failed_step_loses_no_request(
 def test_a_device_that_always_fails_fails_requests_and_not_the_engine(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(model, slots=2, context=CONTEXT, step_tokens=64)
+    engine = Engine(model, slots=2, context=CONTEXT, shapes=FOUR)
 
     def broken(*_: object) -> object:
         raise RuntimeError("out of memory")
@@ -389,7 +394,7 @@ def test_a_late_compilation_is_counted(model: Model, caplog: pytest.LogCaptureFi
 
 def test_an_engine_says_what_it_reserved(engine: Engine) -> None:
     text = str(engine)
-    for part in ("32 slots of 128 tokens", "256 pages", "MB of KV cache", "decode of 1, 2"):
+    for part in ("32 slots of 128 tokens", "256 pages", "MB of KV cache", "decode of 1, 32"):
         assert part in text
     assert engine.runner.cache_bytes == sum(
         pages.nbytes for pages in jax.tree.leaves(engine.runner._cache)
@@ -403,6 +408,8 @@ def test_an_engine_says_what_it_reserved(engine: Engine) -> None:
         ({"context": 0}, "context of 0 tokens"),
         ({"context": 9999}, "takes from 1 to 512"),
         ({"step_tokens": 8, "slots": 8}, "step_tokens is 8, but 8 slots"),
+        ({"slots": 5, "shapes": FOUR}, r"shapes.decode is \(4,\), but 5 slots"),
+        ({"slots": 2, "shapes": Shapes((1, 2), (8, 4), (2,), 4)}, r"shapes.rows is \(8, 4\)"),
         ({"pages": 7, "context": 128}, "takes 8 pages of 16 tokens .* the cache has 7"),
         ({"kv_bytes": 100}, "the cache has 0"),
         ({"pages": 8, "kv_bytes": 1}, "give one of them"),
@@ -480,6 +487,13 @@ def test_names_are_not_used_twice(small: Engine) -> None:
     finish(small)
 
 
+@pytest.mark.parametrize("options", [{"priority": 1.5}, {"priority": None}, {"salt": ["a"]}])
+def test_what_would_break_the_books_is_refused(small: Engine, options: dict[str, object]) -> None:
+    with pytest.raises(StokerError, match=r"priority is|salt is"):
+        small.add([1, 2], **options)
+    assert small.unfinished == 0
+
+
 def test_lists_must_fit(small: Engine) -> None:
     with pytest.raises(StokerError, match="list of prompts"):
         small.generate("hello")
@@ -528,7 +542,3 @@ def test_the_context_bounds_the_reply(small: Engine) -> None:
     assert [len(reply.ids) for reply in replies] == [24, 19]
     (last,) = small.generate([list(range(63))], SamplingParams(max_tokens=100))
     assert (len(last.ids), last.finish_reason) == (1, "length")
-
-
-def ids_of(choice: Choice) -> tuple[int, ...]:
-    return tuple(choice.ids)

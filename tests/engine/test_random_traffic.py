@@ -12,6 +12,7 @@ from tiny import random_params, tiny_model, variant
 from stoker.engine.engine import Engine
 from stoker.engine.replies import Reply
 from stoker.engine.sampling_params import SamplingParams
+from stoker.engine.shapes import Shapes
 from stoker.models.loading import Model
 from stoker.models.tokenizers import tokenizer_from_gguf
 
@@ -69,7 +70,8 @@ def summary(reply: Reply) -> list[object]:
 
 def test_every_reply_is_what_it_would_be_alone(model: Model) -> None:
     rng = np.random.default_rng(2024)
-    alone = Engine(model, slots=1, context=CONTEXT, prefix_cache=False, step_tokens=128)
+    shapes = Shapes(decode=(1,), rows=(96,), sequences=(1,), score=64)
+    alone = Engine(model, slots=1, context=CONTEXT, prefix_cache=False, shapes=shapes)
     pool = kinds(rng)
     expected = [summary(alone.generate([k.prompt], k.params)[0]) for k in pool]
 
