@@ -12,6 +12,7 @@ import numpy as np
 from ..models.errors import StokerError
 from ..models.loading import Model
 from .accounting import StepCost, step_cost
+from .cache import pages_for
 from .engine import Engine
 from .sampling_params import SamplingParams
 
@@ -141,7 +142,8 @@ class Bench:
         which `gen_len` tokens are counted from.
         """
         # Prompts of the others are read while the first decode.
-        ahead = -(-batch * prompt_len // max(self._step_tokens - batch, 1))
+        step_tokens = max(self._step_tokens, 2 * batch)
+        ahead = -(-batch * prompt_len // (step_tokens - batch)) - 1
         total = gen_len + ahead * self._decode_steps
         engine = self._engine(batch, prompt_len + total)
         seconds, host, tokens, n_steps = [], [], 0, 0
@@ -190,7 +192,8 @@ class Bench:
             self._model,
             slots=slots,
             context=context,
-            step_tokens=max(self._step_tokens, slots + 1),
+            pages=slots * pages_for(context),
+            step_tokens=max(self._step_tokens, 2 * slots),
             prefix_cache=False,
             decode_steps=self._decode_steps,
         )

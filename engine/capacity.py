@@ -24,14 +24,16 @@ def choose_pages(
     than a share of the free memory if that is None.
 
     Raises:
-      StokerError: if one sequence of `context` tokens does not fit, with the numbers.
+      StokerError: if one sequence of `context` tokens does not fit, the slots outnumber the pages,
+        or memory does not suffice; with the numbers.
     """
     page_bytes = PAGE_TOKENS * token_bytes(config)
     one = pages_for(context)
+    free, share = _free_memory()
     if pages is not None and kv_bytes is not None:
         raise StokerError("pages and kv_bytes both size the cache; give one of them")
     if pages is None:
-        limit = kv_bytes if kv_bytes is not None else _share_of_memory()
+        limit = share if kv_bytes is None else kv_bytes
         pages = slots * one if limit is None else min(slots * one, limit // page_bytes)
     if pages < one:
         raise StokerError(
@@ -39,17 +41,34 @@ def choose_pages(
             f"({one * page_bytes:,} bytes), but the cache has {max(pages, 0)}; give it more pages "
             "or memory, or a shorter context"
         )
+    if pages < slots:
+        raise StokerError(
+            f"{slots} slots would share {pages} pages, and each needs at least one; give fewer "
+            "slots, or the cache more pages or memory"
+        )
+    if free is not None and pages * page_bytes > free:
+        raise StokerError(
+            f"out of memory: a KV cache of {pages} pages takes {pages * page_bytes:,} bytes, but "
+            f"{free:,} are free; give it fewer pages"
+        )
     return pages
 
 
-def _share_of_memory() -> int | None:
-    """Bytes that a cache may take by default; None where the platform does not say."""
+def _free_memory() -> tuple[int | None, int | None]:
+    """Bytes that are free, and how many of them a cache takes by default.
+
+    None where the platform does not say.
+    """
     device = jax.devices()[0]
     if device.platform != "cpu":
         memory = device.memory_stats() or {}
         if "bytes_limit" not in memory:
-            return None
-        return int(DEVICE_SHARE * (memory["bytes_limit"] - memory.get("bytes_in_use", 0)))
+            return None, None
+        free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
+        return free, int(DEVICE_SHARE * free)
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
-    return int(HOST_SHARE * int(found[1]) * 1024) if found else None
+    if found is None:
+        return None, None
+    free = int(found[1]) * 1024
+    return free, int(HOST_SHARE * free)

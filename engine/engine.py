@@ -129,9 +129,9 @@ class Engine:
         self.model = model
         self.slots = slots
         self.context = context
+        self.n_pages = choose_pages(config, slots, context, pages, kv_bytes)
         self.shapes = choose_shapes(slots, step_tokens) if shapes is None else shapes
         self.shapes.check(slots)
-        self.n_pages = choose_pages(config, slots, context, pages, kv_bytes)
         self.stats = EngineStats()
         self._decode_steps = decode_steps
         self._tokenizer = model.tokenizer

@@ -352,14 +352,17 @@ class Scheduler:
     def _fits(self, sequence: Sequence, matched: list[Node]) -> bool:
         """Whether pages suffice to run a waiting sequence's tokens without preempting anyone.
 
-        What running prompts still need is left alone, and a page for each running sequence.
+        What running prompts still need is left alone, and a page for each that goes on growing.
         """
         Z = self.pages.page_tokens
         idle = self.pages.count_cached(matched)
-        promised = sum(max(-(-s.length // Z) - len(s.pages), 0) for s in self.running)
+        promised = sum(
+            max(min(-(-s.length // Z) + 1, -(-s.max_len // Z)) - len(s.pages), 0)
+            for s in self.running
+        )
         length = min(len(sequence.tokens) + 1, sequence.max_len)
         need = -(-length // Z) - len(matched)
-        return need + promised + len(self.running) <= self.pages.available - idle
+        return need + promised <= self.pages.available - idle
 
     def _admit(self, sequence: Sequence, matched: list[Node]) -> None:
         self.waiting.remove(sequence)

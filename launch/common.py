@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -180,12 +181,22 @@ def cache_programs(values: flags.FlagValues) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _drop_orphans(folder)
     except OSError:
         return
+    # To miss the cache, as when two processes clear it up at once, costs time and nothing else.
+    warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation")
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_compilation_cache_max_size", PROGRAMS_BYTES)
+
+
+def _drop_orphans(folder: Path) -> None:
+    """Removes programs whose time of use is not on record: JAX can neither evict nor pass them."""
+    for program in folder.glob("*-cache"):
+        if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
+            program.unlink(missing_ok=True)
 
 
 def new_engine(values: flags.FlagValues, model: Model, needed: int) -> Engine:

@@ -125,7 +125,8 @@ def test_chat_keeps_its_cache(capsys, monkeypatch, model: str) -> None:
     assert first == again
     reused = [int(line.split()[3]) for line in err.splitlines() if line.startswith("prompt")]
     assert reused[0] == 0
-    assert reused[1] >= len("<system>s<user>hello<assistant>")
+    # Full pages of what was said before.
+    assert reused[1] >= len("<system>s<user>hello<assistant>") // 16 * 16 > 0
     assert "unknown command /nonsense" in err
     whole = answer(
         capsys, f"--model={model}", "--chat", "--prompt=hello", "--system=s", "--max_tokens=8"
@@ -137,7 +138,9 @@ def test_chat_goes_on_after_a_prompt_that_is_too_long(capsys, monkeypatch, model
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 300 + "\nhi\n"))
     status, out, err = run(capsys, chat, f"--model={model}", "--context=64", "--max_tokens=4")
     assert status == 0
-    assert "but the context holds 64; /reset starts afresh" in err
+    assert (
+        "but the context holds 64, reply included; shorten the prompt; /reset starts afresh" in err
+    )
     assert len(out.splitlines()) >= 1
 
 
@@ -182,7 +185,7 @@ BAD_RUNS = [
     (generate, ["--prompt=a", "--stop="], "stop holds ''"),
     (generate, ["--prompt=a", "--context=100000"], "this model takes from 1 to 256"),
     (generate, ["--prompt=" + "x" * 300], "301 tokens, but the context holds 256"),
-    (generate, ["--prompt=" + "x" * 255], "fills the context of 256"),
+    (generate, ["--prompt=" + "x" * 255], "256 tokens, but the context holds 256, reply included"),
     (generate, ["--prompt=\udcff"], "--prompt is not UTF-8"),
     (generate, ["--prompt=a", "--model=~nobody-of-that-name/x.gguf"], "cannot look for the model"),
     (generate, ["--prompt=a", "--model=" + "x" * 300], "cannot look for the model"),
