@@ -15,9 +15,11 @@ from .dispatch import (
 )
 from .elementwise import rotary_tables
 from .layout import Layout
+from .sampling import Sampling, uniforms
 
 __all__ = [
     "Layout",
+    "Sampling",
     "attention",
     "embed",
     "gated_matmul",
@@ -27,4 +29,5 @@ __all__ = [
     "products",
     "rotary_tables",
     "sample",
+    "uniforms",
 ]

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "edit.h"
 #include "matmul.h"
 #include "sample.h"
 
@@ -237,11 +238,95 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
   }
 }
 
-// Rows of width V through every filter: greedy against a plain loop, draws within what may be drawn.
+// What every kind of row asks for, and a loop over the vocabulary that does the same.
+struct Requests {
+  explicit Requests(Random& random, int64_t S, int64_t V, int64_t C)
+      : S(S), V(V), C(C), W((V + 31) / 32), history(S * C), prompt_lens(S), min_lens(S),
+        bias_ids(S * N), end_ids(S * E), repetition(S), presence(S), frequency(S),
+        bias_values(S * N), allowed(S * W), has_mask(S) {
+    const auto token = [&] { return static_cast<int32_t>(std::fabs(random.real()) * 1e6f) % V; };
+    for (int64_t i = 0; i < S * C; ++i) history.get()[i] = static_cast<int32_t>(token() / (1 + i % 3));
+    for (int64_t s = 0; s < S; ++s) {
+      prompt_lens.get()[s] = static_cast<int32_t>(C / 3);
+      min_lens.get()[s] = static_cast<int32_t>(s % 3 == 1 ? C + 9 : 0);
+      repetition.get()[s] = s % 4 < 2 ? 1.5f : 1.0f;
+      presence.get()[s] = s % 3 == 0 ? 0.5f : 0.0f;
+      frequency.get()[s] = s % 5 == 0 ? -0.25f : 0.0f;
+      has_mask.get()[s] = s % 6 == 2;
+      for (int64_t i = 0; i < N; ++i) {
+        bias_ids.get()[s * N + i] = static_cast<int32_t>(s % 2 == 1 && i < V ? i : -1);
+        bias_values.get()[s * N + i] = random.real();
+      }
+      for (int64_t i = 0; i < E; ++i) end_ids.get()[s * E + i] = static_cast<int32_t>(V - 1);
+      for (int64_t w = 0; w < W; ++w) {
+        uint32_t word = has_mask.get()[s] ? 0x5A0FF001u : ~0u;
+        if (w == W - 1 && V % 32) word &= (1u << V % 32) - 1;
+        allowed.get()[s * W + w] = word;
+      }
+    }
+  }
+
+  Edits edits() {
+    return {history.get(),   prompt_lens.get(), repetition.get(), presence.get(),
+            frequency.get(), bias_ids.get(),    bias_values.get(), allowed.get(),
+            has_mask.get(),  end_ids.get(),     min_lens.get(),    C,
+            N,               E};
+  }
+
+  float expected(int64_t s, int64_t position, int64_t v, float x) {
+    for (int64_t i = 0; i < N; ++i) {
+      if (bias_ids.get()[s * N + i] == v) x += bias_values.get()[s * N + i];
+    }
+    int64_t known = 0, said = 0;
+    for (int64_t i = 0; i < position; ++i) {
+      const bool same = history.get()[s * C + i] == v;
+      known += same;
+      said += same && i >= prompt_lens.get()[s];
+    }
+    if (known > 0) x = x < 0 ? x * repetition.get()[s] : x / repetition.get()[s];
+    x = x - frequency.get()[s] * static_cast<float>(said);
+    if (said > 0) x = x - presence.get()[s];
+    const bool closed = position < min_lens.get()[s] && V > 1 && v == V - 1;
+    const bool open = allowed.get()[s * W + v / 32] >> v % 32 & 1;
+    // The mask's first token is never an end, where there are two.
+    return open && !closed ? x : -std::numeric_limits<float>::infinity();
+  }
+
+  static constexpr int64_t N = 7, E = 2;
+  int64_t S, V, C, W;
+  Exact<int32_t> history, prompt_lens, min_lens, bias_ids, end_ids;
+  Exact<float> repetition, presence, frequency, bias_values;
+  Exact<uint32_t> allowed;
+  Exact<bool> has_mask;
+};
+
+void check_edit(Random& random, int64_t V) {
+  for (const int64_t C : {0, 1, 50, 3000}) {
+    Requests requests(random, 12, V, C);
+    for (int64_t s = 0; s < requests.S; ++s) {
+      Exact<float> logits(V), edited(V);
+      for (int64_t v = 0; v < V; ++v) logits.get()[v] = edited.get()[v] = 3 * random.real();
+      const int64_t position = C - s % 2 * (C / 4);
+      edit(requests.edits(), s, position, edited.get(), V);
+      bool same = true, changed = false;
+      for (int64_t v = 0; v < V; ++v) {
+        same = same && edited.get()[v] == requests.expected(s, position, v, logits.get()[v]);
+        changed = changed || edited.get()[v] != logits.get()[v];
+      }
+      expect(same, "edit", "of slot", static_cast<double>(s));
+      expect(!changed || wants_edits(requests.edits(), s, position), "wants_edits", "of slot",
+             static_cast<double>(s));
+    }
+  }
+}
+
+// Rows of width V through every filter, plain or edited: greedy against a plain loop, draws within
+// what may be drawn.
 void check_sample(Random& random, const Kernels& table, const char* name, int64_t V) {
-  const int64_t B = 12;
-  Exact<float> logits(B * V), temperature(B), top_p(B), min_p(B), uniform(B), total(B);
-  Exact<int32_t> top_k(B), token(B);
+  const int64_t B = 12, C = 20;
+  Exact<float> logits(B * V), temperature(B), top_p(B), min_p(B), uniform(B), total(B), sums(B);
+  Exact<int32_t> top_k(B), token(B), slots(B), positions(B);
+  Requests requests(random, B, V, C);
   for (int64_t i = 0; i < B * V; ++i) logits.get()[i] = 3 * random.real();
   for (int64_t r = 0; r < B; ++r) {
     temperature.get()[r] = static_cast<float>(r % 3);
@@ -249,6 +334,8 @@ void check_sample(Random& random, const Kernels& table, const char* name, int64_
     top_p.get()[r] = r % 4 == 2 ? 0.5f : 1.0f;
     min_p.get()[r] = r % 4 == 3 ? 0.5f : 0.0f;
     uniform.get()[r] = static_cast<float>(r) / static_cast<float>(B);
+    slots.get()[r] = static_cast<int32_t>(r == B - 1 ? B + 5 : r);
+    positions.get()[r] = static_cast<int32_t>(C);
   }
   // One row of equal logits, one of nothing, one that is broken.
   for (int64_t i = 0; i < V; ++i) {
@@ -259,20 +346,27 @@ void check_sample(Random& random, const Kernels& table, const char* name, int64_
   for (const int64_t threads : {1, 3}) {
     {
       Threads pool(threads);
-      sample(pool, table,
-             {logits.get(), temperature.get(), top_k.get(), top_p.get(), min_p.get(), uniform.get(),
-              B, V, token.get(), total.get()});
+      Sample s{logits.get(),      slots.get(), positions.get(), uniform.get(),
+               temperature.get(), top_k.get(), top_p.get(),     min_p.get(),
+               requests.edits(),  B,           B,               V,
+               token.get(),       total.get()};
+      sample(pool, table, s);
+      logsumexp(pool, table, logits.get(), B, V, sums.get());
     }
     for (int64_t r = 0; r < B; ++r) {
-      const float* row = logits.get() + r * V;
-      const int64_t best = std::max_element(row, row + V) - row;
+      std::vector<float> row(logits.get() + r * V, logits.get() + (r + 1) * V);
+      for (int64_t i = 0; i < V; ++i) {
+        row[static_cast<size_t>(i)] = requests.expected(r, C, i, row[static_cast<size_t>(i)]);
+      }
+      const int64_t best = std::max_element(row.begin(), row.end()) - row.begin();
       const int32_t chosen = token.get()[r];
       expect(chosen >= 0 && chosen < V, "sample in range", name, chosen);
       expect(std::isfinite(total.get()[r]) == (r != 7 && r != 8), "sample total", name, total.get()[r]);
       if (r == 7 || r == 8) continue;
+      expect(total.get()[r] == sums.get()[r], "logsumexp", name, sums.get()[r]);
       if (r % 3 == 0) expect(chosen == best, "sample greedy", name, chosen);
       int64_t larger = 0;
-      for (int64_t i = 0; i < V; ++i) larger += row[i] > row[chosen];
+      for (const float x : row) larger += x > row[static_cast<size_t>(chosen)];
       if (r % 4 == 1) expect(larger < 5, "sample top_k", name, static_cast<double>(larger));
     }
   }
@@ -301,6 +395,7 @@ void check_sample(Random& random, const Kernels& table, const char* name, int64_
 int main() {
   const char* names[] = {"best", "portable", "avx2", "avx512vnni"};
   Random random;
+  for (const int64_t V : {1, 15, 32, 33, 700}) check_edit(random, V);
   for (int isa = 1; isa <= static_cast<int>(best_isa()); ++isa) {
     const Kernels* table = kernels(static_cast<Isa>(isa));
     if (!table) continue;
