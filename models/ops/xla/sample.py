@@ -75,12 +75,11 @@ def largest(logits: jax.Array, wanted: jax.Array, count: int) -> tuple[jax.Array
 
     def find() -> tuple[jax.Array, jax.Array]:
         values, ids = jax.lax.top_k(logits, known)
-        found = (values, ids.astype(jnp.int32))
+        missing = ((0, 0), (0, count - known))
+        values = jnp.pad(values, missing, constant_values=-jnp.inf)
+        ids = jnp.pad(ids.astype(jnp.int32), missing, constant_values=-1)
         rows = wanted[:, None]
-        return tuple(
-            empty.at[:, :known].set(jnp.where(rows, some, empty[:, :known]))
-            for empty, some in zip(nothing, found, strict=True)
-        )
+        return jnp.where(rows, values, nothing[0]), jnp.where(rows, ids, nothing[1])
 
     return jax.lax.cond(wanted.any(), find, lambda: nothing)
 
