@@ -13,62 +13,12 @@
 
 #include "attention.h"
 #include "edit.h"
+#include "harness.h"
 #include "matmul.h"
+#include "requests.h"
 #include "sample.h"
 
 namespace {
-
-using namespace stoker;
-
-int failures = 0;
-
-void expect(bool good, const char* what, const char* name, double error) {
-  if (good) return;
-  std::printf("FAILED %s %s: %g\n", what, name, error);
-  ++failures;
-}
-
-// Starts a thread for each task, so that helpers come late and out of order.
-class Threads : public Pool {
- public:
-  explicit Threads(int64_t count) : count_(count) {}
-  ~Threads() override {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int64_t threads() const override { return count_; }
-  void schedule(int64_t count, std::function<void()> task) override {
-    for (int64_t i = 0; i < count; ++i) threads_.emplace_back(task);
-  }
-
- private:
-  int64_t count_;
-  std::vector<std::thread> threads_;
-};
-
-class Random {
- public:
-  uint32_t bits() {
-    state_ = state_ * 6364136223846793005u + 1;
-    return static_cast<uint32_t>(state_ >> 33);
-  }
-  float real() { return static_cast<float>(bits() % 20001) / 10000.0f - 1.0f; }
-  std::vector<float> reals(int64_t n) {
-    std::vector<float> x(static_cast<size_t>(n));
-    for (float& v : x) v = real();
-    return x;
-  }
-
- private:
-  uint64_t state_ = 12345;
-};
-
-// A buffer without slack and without the alignment that XLA gives.
-template <typename T>
-struct Exact {
-  explicit Exact(int64_t n) : data(new T[static_cast<size_t>(n)]()) {}
-  std::unique_ptr<T[]> data;
-  T* get() { return data.get(); }
-};
 
 struct Shape {
   int64_t T, C, R, group, block;
@@ -237,68 +187,6 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
     expect(worst < 1e-6, "attention", name, worst);
   }
 }
-
-// What every kind of row asks for, and a loop over the vocabulary that does the same.
-struct Requests {
-  explicit Requests(Random& random, int64_t S, int64_t V, int64_t C)
-      : S(S), V(V), C(C), W((V + 31) / 32), history(S * C), prompt_lens(S), min_lens(S),
-        bias_ids(S * N), end_ids(S * E), repetition(S), presence(S), frequency(S),
-        bias_values(S * N), allowed(S * W), has_mask(S) {
-    const auto token = [&] { return static_cast<int32_t>(std::fabs(random.real()) * 1e6f) % V; };
-    for (int64_t i = 0; i < S * C; ++i) history.get()[i] = static_cast<int32_t>(token() / (1 + i % 3));
-    for (int64_t s = 0; s < S; ++s) {
-      prompt_lens.get()[s] = static_cast<int32_t>(C / 3);
-      min_lens.get()[s] = static_cast<int32_t>(s % 3 == 1 ? C + 9 : 0);
-      repetition.get()[s] = s % 4 < 2 ? 1.5f : 1.0f;
-      presence.get()[s] = s % 3 == 0 ? 0.5f : 0.0f;
-      frequency.get()[s] = s % 5 == 0 ? -0.25f : 0.0f;
-      has_mask.get()[s] = s % 6 == 2;
-      for (int64_t i = 0; i < N; ++i) {
-        bias_ids.get()[s * N + i] = static_cast<int32_t>(s % 2 == 1 && i < V ? i : -1);
-        bias_values.get()[s * N + i] = random.real();
-      }
-      for (int64_t i = 0; i < E; ++i) end_ids.get()[s * E + i] = static_cast<int32_t>(V - 1);
-      for (int64_t w = 0; w < W; ++w) {
-        uint32_t word = has_mask.get()[s] ? 0x5A0FF001u : ~0u;
-        if (w == W - 1 && V % 32) word &= (1u << V % 32) - 1;
-        allowed.get()[s * W + w] = word;
-      }
-    }
-  }
-
-  Edits edits() {
-    return {history.get(),   prompt_lens.get(), repetition.get(), presence.get(),
-            frequency.get(), bias_ids.get(),    bias_values.get(), allowed.get(),
-            has_mask.get(),  end_ids.get(),     min_lens.get(),    C,
-            N,               E};
-  }
-
-  float expected(int64_t s, int64_t position, int64_t v, float x) {
-    for (int64_t i = 0; i < N; ++i) {
-      if (bias_ids.get()[s * N + i] == v) x += bias_values.get()[s * N + i];
-    }
-    int64_t known = 0, said = 0;
-    for (int64_t i = 0; i < position; ++i) {
-      const bool same = history.get()[s * C + i] == v;
-      known += same;
-      said += same && i >= prompt_lens.get()[s];
-    }
-    if (known > 0) x = x < 0 ? x * repetition.get()[s] : x / repetition.get()[s];
-    x = x - frequency.get()[s] * static_cast<float>(said);
-    if (said > 0) x = x - presence.get()[s];
-    const bool closed = position < min_lens.get()[s] && V > 1 && v == V - 1;
-    const bool open = allowed.get()[s * W + v / 32] >> v % 32 & 1;
-    // The mask's first token is never an end, where there are two.
-    return open && !closed ? x : -std::numeric_limits<float>::infinity();
-  }
-
-  static constexpr int64_t N = 7, E = 2;
-  int64_t S, V, C, W;
-  Exact<int32_t> history, prompt_lens, min_lens, bias_ids, end_ids;
-  Exact<float> repetition, presence, frequency, bias_values;
-  Exact<uint32_t> allowed;
-  Exact<bool> has_mask;
-};
 
 void check_edit(Random& random, int64_t V) {
   for (const int64_t C : {0, 1, 50, 3000}) {

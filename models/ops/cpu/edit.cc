@@ -33,7 +33,7 @@ void add_bias(const Edits& e, int64_t slot, float* logits, int64_t V) {
 class Tally {
  public:
   // Holds up to `most` distinct tokens, at most half full.
-  explicit Tally(int64_t most) {
+  explicit Tally(int64_t most) : places_(static_cast<size_t>(most) + 1) {
     while ((int64_t{1} << bits_) < 2 * most) ++bits_;
     entries_.resize(size_t{1} << bits_, {-1, 0});
   }
@@ -43,15 +43,16 @@ class Tally {
     // Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4) and linear probing.
     size_t at = (static_cast<uint32_t>(token) * uint64_t{0x9E3779B9} & 0xFFFFFFFF) >> (32 - bits_);
     while (entries_[at].token != token && entries_[at].token >= 0) at = (at + 1) & mask;
-    entries_[at].token = token;
-    entries_[at].said += said;
+    // No branch: whether a token is new, no processor can foretell.
+    places_[size_] = at;
+    size_ += entries_[at].token != token;
+    entries_[at] = {token, entries_[at].said + said};
   }
 
+  // In the order in which they first came.
   template <typename Body>
   void for_each(Body body) const {
-    for (const Entry& entry : entries_) {
-      if (entry.token >= 0) body(entry.token, entry.said);
-    }
+    for (size_t i = 0; i < size_; ++i) body(entries_[places_[i]].token, entries_[places_[i]].said);
   }
 
  private:
@@ -60,10 +61,12 @@ class Tally {
   };
   int bits_ = 4;
   std::vector<Entry> entries_;
+  std::vector<size_t> places_;  // of the distinct tokens, and room for one that is not new
+  size_t size_ = 0;
 };
 
 void penalise(const Edits& e, int64_t slot, int64_t position, float* logits, int64_t V) {
-  const float repetition = e.repetition[slot];
+  const float repetition = e.repetition[slot];  // 1 changes no bit
   const float presence = e.presence[slot], frequency = e.frequency[slot];
   const int32_t* history = e.history + slot * e.C;
   const int64_t end = std::clamp<int64_t>(position, 0, e.C);
@@ -75,7 +78,8 @@ void penalise(const Edits& e, int64_t slot, int64_t position, float* logits, int
   }
   tally.for_each([&](int32_t token, int32_t said) {
     float x = logits[token];
-    if (repetition != 1) x = x < 0 ? x * repetition : x / repetition;
+    const float longer = x * repetition, shorter = x / repetition;
+    x = x < 0 ? longer : shorter;
     if (said > 0) x = x - frequency * static_cast<float>(said) - presence;
     logits[token] = x;
   });
