@@ -6,63 +6,15 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from flax import struct
 
 from ..models.errors import StokerError
+from ..models.ops.sampling import WORD, Sampling
 from .sampling_params import MAX_BIAS, MAX_BIASES, MAX_COUNT, MAX_SEED, SamplingParams
 
 #: Below this temperature, drawing is indistinguishable from taking the best token, and is done so.
 GREEDY_BELOW = 1e-5
-#: Bits of the words of `Sampling.allowed`.
-WORD = 32
 MAX_END_IDS = 16
-
-
-@struct.dataclass
-class Sampling:
-    """The sampling parameters of all slots, one row each.
-
-    A row that nobody uses should ask for nothing, as `idle_sampling` does: what any row asks for is
-    computed for all.
-
-    Attributes:
-      temperature: float32 `[S]`; 0 takes the best token.
-      top_k: int32 `[S]`; 0 for all.
-      top_p: float32 `[S]`.
-      min_p: float32 `[S]`.
-      key: uint32 `[S, 2]`, the request's seed as a threefry key.
-      repetition: float32 `[S]`; 1 for none.
-      presence: float32 `[S]`.
-      frequency: float32 `[S]`.
-      bias_ids: int32 `[S, MAX_BIASES]`, padded with -1; without those that `allowed` expresses.
-      bias_values: float32 `[S, MAX_BIASES]`, padded with 0.
-      allowed: uint32 `[S, ceil(V / 32)]`; bit i of word w is set where token 32 w + i may be
-        generated. Bits from V on are clear. A grammar may write other masks here at each step.
-      has_mask: bool `[S]`, whether `allowed` leaves anything out; only then it is read.
-      end_ids: int32 `[S, MAX_END_IDS]`, each once, padded with -1: not generated before `min_lens`.
-      min_lens: int32 `[S]`, the position from which `end_ids` may be generated.
-      prompt_lens: int32 `[S]`, the position at which the reply begins.
-      wants_top: bool `[S]`, whether the row wants alternatives.
-    """
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    key: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    bias_ids: jax.Array
-    bias_values: jax.Array
-    allowed: jax.Array
-    has_mask: jax.Array
-    end_ids: jax.Array
-    min_lens: jax.Array
-    prompt_lens: jax.Array
-    wants_top: jax.Array
 
 
 def pack_sampling(

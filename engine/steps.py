@@ -312,8 +312,7 @@ def _choose(
     top: int,
 ) -> tuple[State, Outputs]:
     """Chooses tokens `[B]` after `lengths` cached ones; those of `samples` enter the state."""
-    sampling = jax.tree.map(lambda rows: _rows_of(rows, slots), state.sampling)
-    choice = choose(logits, sampling, _rows_of(state.history, slots), lengths, config.kernels, top)
+    choice = choose(logits, state.sampling, state.history, slots, lengths, config.kernels, top)
     outside = state.tokens.shape[0]
     chosen = jnp.where(samples, slots, outside)
     state = dataclasses.replace(

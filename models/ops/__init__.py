@@ -16,9 +16,11 @@ from .dispatch import (
 )
 from .elementwise import activate, rms_norm, rotary_tables, softcap
 from .layout import Layout
+from .sampling import Sampling, uniforms
 
 __all__ = [
     "Layout",
+    "Sampling",
     "activate",
     "attention",
     "embed",
@@ -32,4 +34,5 @@ __all__ = [
     "rotary_tables",
     "sample",
     "softcap",
+    "uniforms",
 ]

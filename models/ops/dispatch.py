@@ -13,6 +13,7 @@ from ..quantized import QuantArray, Weight, densify
 from . import cpu, xla
 from .elementwise import activate, rms_norm, rotate
 from .layout import Layout
+from .sampling import Sampling
 
 #: What a product multiplies with: also the layout that the CPU kernels stream.
 AnyWeight = Weight | cpu.PackedArray
@@ -125,10 +126,10 @@ def attention(
 
 def sample(
     logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
+    sampling: Sampling,
+    history: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
     uniform: jax.Array,
     kernels: Kernels,
 ) -> tuple[jax.Array, jax.Array]:
@@ -137,24 +138,22 @@ def sample(
     Args and results as of `xla.sample`, which says more.
     """
     implementation = cpu.sample if kernels.platform == "cpu" else xla.sample
-    return implementation(logits, temperature, top_k, top_p, min_p, uniform)
+    return implementation(logits, sampling, history, slots, positions, uniform)
 
 
 def logsumexp(logits: jax.Array, kernels: Kernels) -> jax.Array:
     """The second result of `sample` alone."""
     if kernels.platform == "cpu":
-        nothing = jnp.zeros(logits.shape[:1])
-        return cpu.sample(logits, nothing, nothing.astype(jnp.int32), nothing, nothing, nothing)[1]
+        return cpu.logsumexp(logits)
     return jax.nn.logsumexp(logits, axis=-1)
 
 
 def largest(
     logits: jax.Array, wanted: jax.Array, count: int, kernels: Kernels
 ) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of each row of `logits [B, V]` and their ids, as of `xla.largest`.
+    """The `count` largest of each wanted row of `logits [B, V]`, falling, and their ids.
 
-    Rows that are not `wanted` (bool `[B]`) may hold anything.
+    Args and results as of `xla.largest`, which says more.
     """
-    if kernels.platform == "cpu":
-        return cpu.largest(logits, wanted, count)
-    return xla.largest(logits, count)
+    implementation = cpu.largest if kernels.platform == "cpu" else xla.largest
+    return implementation(logits, wanted, count)

@@ -11,7 +11,8 @@ import pytest
 from tiny import KERNELS
 
 from stoker import SamplingParams
-from stoker.engine.sampling import Choice, choose, pack_sampling, uniforms
+from stoker.engine.sampling import Choice, choose, pack_sampling
+from stoker.models.ops import uniforms
 
 V = 300
 RNG = np.random.default_rng(0)
@@ -58,7 +59,8 @@ def pick(
     if positions is not None:
         places[:asked] = positions
     sampling = pack_sampling(requests, logits.shape[-1], [len(prompt)] * rows, end_ids)
-    choice = chooser(platform)(logits, sampling, history, places)
+    slots = np.arange(rows, dtype=np.int32)
+    choice = chooser(platform)(logits, sampling, history, slots, places)
     return jax.tree.map(lambda rows: np.asarray(rows)[:asked], choice)
 
 
@@ -282,16 +284,3 @@ def test_choices_of_one_request_differ(platform: str) -> None:
     fresh = [SamplingParams(1.0)] * 10
     runs = {tuple(pick(platform, flat, fresh, positions=[9] * 10).tokens) for _ in range(10)}
     assert len(runs) == 10
-
-
-def test_numbers_are_uniform() -> None:
-    """Over seeds and over positions: a chi-square of 64 cells within six standard deviations."""
-    keys = np.stack([np.zeros(8192), np.arange(8192)], -1).astype(np.uint32)
-    over_seeds = uniforms(keys, np.full(8192, 3, np.int32))
-    over_positions = uniforms(np.tile(keys[5], (8192, 1)), np.arange(8192, dtype=np.int32))
-    for numbers in (over_seeds, over_positions):
-        numbers = np.asarray(numbers)
-        assert (numbers >= 0).all() and (numbers < 1).all()
-        counts = np.bincount((numbers * 64).astype(int), minlength=64)
-        chi = ((counts - 128) ** 2 / 128).sum()
-        assert abs(chi - 63) < 6 * np.sqrt(2 * 63)

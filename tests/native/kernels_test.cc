@@ -12,62 +12,13 @@
 #include <vector>
 
 #include "attention.h"
+#include "edit.h"
+#include "harness.h"
 #include "matmul.h"
+#include "requests.h"
 #include "sample.h"
 
 namespace {
-
-using namespace stoker;
-
-int failures = 0;
-
-void expect(bool good, const char* what, const char* name, double error) {
-  if (good) return;
-  std::printf("FAILED %s %s: %g\n", what, name, error);
-  ++failures;
-}
-
-// Starts a thread for each task, so that helpers come late and out of order.
-class Threads : public Pool {
- public:
-  explicit Threads(int64_t count) : count_(count) {}
-  ~Threads() override {
-    for (std::thread& thread : threads_) thread.join();
-  }
-  int64_t threads() const override { return count_; }
-  void schedule(int64_t count, std::function<void()> task) override {
-    for (int64_t i = 0; i < count; ++i) threads_.emplace_back(task);
-  }
-
- private:
-  int64_t count_;
-  std::vector<std::thread> threads_;
-};
-
-class Random {
- public:
-  uint32_t bits() {
-    state_ = state_ * 6364136223846793005u + 1;
-    return static_cast<uint32_t>(state_ >> 33);
-  }
-  float real() { return static_cast<float>(bits() % 20001) / 10000.0f - 1.0f; }
-  std::vector<float> reals(int64_t n) {
-    std::vector<float> x(static_cast<size_t>(n));
-    for (float& v : x) v = real();
-    return x;
-  }
-
- private:
-  uint64_t state_ = 12345;
-};
-
-// A buffer without slack and without the alignment that XLA gives.
-template <typename T>
-struct Exact {
-  explicit Exact(int64_t n) : data(new T[static_cast<size_t>(n)]()) {}
-  std::unique_ptr<T[]> data;
-  T* get() { return data.get(); }
-};
 
 struct Shape {
   int64_t T, C, R, group, block;
@@ -270,11 +221,33 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
   }
 }
 
-// Rows of width V through every filter: greedy against a plain loop, draws within what may be drawn.
+void check_edit(Random& random, int64_t V) {
+  for (const int64_t C : {0, 1, 50, 3000}) {
+    Requests requests(random, 12, V, C);
+    for (int64_t s = 0; s < requests.S; ++s) {
+      Exact<float> logits(V), edited(V);
+      for (int64_t v = 0; v < V; ++v) logits.get()[v] = edited.get()[v] = 3 * random.real();
+      const int64_t position = C - s % 2 * (C / 4);
+      edit(requests.edits(), s, position, edited.get(), V);
+      bool same = true, changed = false;
+      for (int64_t v = 0; v < V; ++v) {
+        same = same && edited.get()[v] == requests.expected(s, position, v, logits.get()[v]);
+        changed = changed || edited.get()[v] != logits.get()[v];
+      }
+      expect(same, "edit", "of slot", static_cast<double>(s));
+      expect(!changed || wants_edits(requests.edits(), s, position), "wants_edits", "of slot",
+             static_cast<double>(s));
+    }
+  }
+}
+
+// Rows of width V through every filter, plain or edited: greedy against a plain loop, draws within
+// what may be drawn.
 void check_sample(Random& random, const Kernels& table, const char* name, int64_t V) {
-  const int64_t B = 12;
-  Exact<float> logits(B * V), temperature(B), top_p(B), min_p(B), uniform(B), total(B);
-  Exact<int32_t> top_k(B), token(B);
+  const int64_t B = 12, C = 20;
+  Exact<float> logits(B * V), temperature(B), top_p(B), min_p(B), uniform(B), total(B), sums(B);
+  Exact<int32_t> top_k(B), token(B), slots(B), positions(B);
+  Requests requests(random, B, V, C);
   for (int64_t i = 0; i < B * V; ++i) logits.get()[i] = 3 * random.real();
   for (int64_t r = 0; r < B; ++r) {
     temperature.get()[r] = static_cast<float>(r % 3);
@@ -282,6 +255,8 @@ void check_sample(Random& random, const Kernels& table, const char* name, int64_
     top_p.get()[r] = r % 4 == 2 ? 0.5f : 1.0f;
     min_p.get()[r] = r % 4 == 3 ? 0.5f : 0.0f;
     uniform.get()[r] = static_cast<float>(r) / static_cast<float>(B);
+    slots.get()[r] = static_cast<int32_t>(r == B - 1 ? B + 5 : r);
+    positions.get()[r] = static_cast<int32_t>(C);
   }
   // One row of equal logits, one of nothing, one that is broken.
   for (int64_t i = 0; i < V; ++i) {
@@ -292,20 +267,27 @@ void check_sample(Random& random, const Kernels& table, const char* name, int64_
   for (const int64_t threads : {1, 3}) {
     {
       Threads pool(threads);
-      sample(pool, table,
-             {logits.get(), temperature.get(), top_k.get(), top_p.get(), min_p.get(), uniform.get(),
-              B, V, token.get(), total.get()});
+      Sample s{logits.get(),      slots.get(), positions.get(), uniform.get(),
+               temperature.get(), top_k.get(), top_p.get(),     min_p.get(),
+               requests.edits(),  B,           B,               V,
+               token.get(),       total.get()};
+      sample(pool, table, s);
+      logsumexp(pool, table, logits.get(), B, V, sums.get());
     }
     for (int64_t r = 0; r < B; ++r) {
-      const float* row = logits.get() + r * V;
-      const int64_t best = std::max_element(row, row + V) - row;
+      std::vector<float> row(logits.get() + r * V, logits.get() + (r + 1) * V);
+      for (int64_t i = 0; i < V; ++i) {
+        row[static_cast<size_t>(i)] = requests.expected(r, C, i, row[static_cast<size_t>(i)]);
+      }
+      const int64_t best = std::max_element(row.begin(), row.end()) - row.begin();
       const int32_t chosen = token.get()[r];
       expect(chosen >= 0 && chosen < V, "sample in range", name, chosen);
       expect(std::isfinite(total.get()[r]) == (r != 7 && r != 8), "sample total", name, total.get()[r]);
       if (r == 7 || r == 8) continue;
+      expect(total.get()[r] == sums.get()[r], "logsumexp", name, sums.get()[r]);
       if (r % 3 == 0) expect(chosen == best, "sample greedy", name, chosen);
       int64_t larger = 0;
-      for (int64_t i = 0; i < V; ++i) larger += row[i] > row[chosen];
+      for (const float x : row) larger += x > row[static_cast<size_t>(chosen)];
       if (r % 4 == 1) expect(larger < 5, "sample top_k", name, static_cast<double>(larger));
     }
   }
@@ -334,6 +316,7 @@ void check_sample(Random& random, const Kernels& table, const char* name, int64_
 int main() {
   const char* names[] = {"best", "portable", "avx2", "avx512vnni"};
   Random random;
+  for (const int64_t V : {1, 15, 32, 33, 700}) check_edit(random, V);
   for (int isa = 1; isa <= static_cast<int>(best_isa()); ++isa) {
     const Kernels* table = kernels(static_cast<Isa>(isa));
     if (!table) continue;

@@ -5,7 +5,7 @@ from .library import ISAS, Library, load, why_unavailable
 from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
 from .peak import peak_operations
-from .sample import largest, sample
+from .sample import largest, logsumexp, sample
 
 __all__ = [
     "ISAS",
@@ -16,6 +16,7 @@ __all__ = [
     "gated_matmul",
     "largest",
     "load",
+    "logsumexp",
     "matmul",
     "pack",
     "peak_operations",

@@ -11,7 +11,13 @@ import jax
 
 #: Instruction sets in the order of `Isa` in kernels.h; "best" is what the processor has.
 ISAS = ("best", "portable", "avx2", "avx512vnni")
-_TARGETS = ("stoker_matmul", "stoker_attention", "stoker_sample", "stoker_largest")
+_TARGETS = (
+    "stoker_matmul",
+    "stoker_attention",
+    "stoker_sample",
+    "stoker_logsumexp",
+    "stoker_largest",
+)
 
 
 @dataclasses.dataclass(frozen=True)

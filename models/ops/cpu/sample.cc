@@ -6,6 +6,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -213,14 +214,41 @@ class Row {
 
 }  // namespace
 
+namespace {
+
+// log of the summed exponentials; NaN where the row means nothing.
+float total_of(const Row& row) {
+  return row.poisoned() ? std::numeric_limits<float>::quiet_NaN() : row.total();
+}
+
+}  // namespace
+
 void sample(Pool& pool, const Kernels& kernels, const Sample& s) {
   parallel_for(pool, s.B, [&](int64_t r) {
-    const Row row(kernels, s.logits + r * s.V, s.V);
-    s.token[r] = row.best();
-    s.total[r] = row.poisoned() ? std::numeric_limits<float>::quiet_NaN() : row.total();
-    if (row.poisoned() || !(s.temperature[r] > 0)) return;
-    s.token[r] = row.draw(s.temperature[r], s.top_k[r], s.top_p[r], s.min_p[r], s.uniform[r]);
+    const int64_t slot = std::clamp<int64_t>(s.slots[r], 0, s.S - 1);
+    const float* logits = s.logits + r * s.V;
+    const auto choose = [&](const Row& row) {
+      if (row.poisoned() || !(s.temperature[slot] > 0)) return row.best();
+      return row.draw(s.temperature[slot], s.top_k[slot], s.top_p[slot], s.min_p[slot],
+                      s.uniform[r]);
+    };
+    const Row row(kernels, logits, s.V);
+    s.total[r] = total_of(row);
+    if (!wants_edits(s.edits, slot, s.positions[r])) {
+      s.token[r] = choose(row);
+      return;
+    }
+    // The copy stays in the second cache; those of all rows would not.
+    const std::unique_ptr<float[]> edited(new float[static_cast<size_t>(s.V)]);
+    std::copy(logits, logits + s.V, edited.get());
+    edit(s.edits, slot, s.positions[r], edited.get(), s.V);
+    s.token[r] = choose(Row(kernels, edited.get(), s.V));
   });
+}
+
+void logsumexp(Pool& pool, const Kernels& kernels, const float* logits, int64_t B, int64_t V,
+               float* total) {
+  parallel_for(pool, B, [&](int64_t r) { total[r] = total_of(Row(kernels, logits + r * V, V)); });
 }
 
 void largest(Pool& pool, const Kernels& kernels, const Largest& l) {

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..sampling import Sampling
+from .edit import edit, wants_edits
+
 #: Tokens whose weights are added up before they meet those of others. Fixed, so that a row's sums,
 #: and with them its token, do not depend on how many rows there are.
 BLOCK = 512
@@ -13,51 +16,72 @@ BLOCK = 512
 
 def sample(
     logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
+    sampling: Sampling,
+    history: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
     uniform: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """One token for each row, and the logarithm of the sum of the row's exponentials.
 
-    Temperature comes first, then top_k, top_p and min_p, as Hugging Face applies them: each filter
-    sees only what those before it kept. Tokens as likely as the last one kept are kept too. The
-    token is where the running sum of the kept probabilities, in order of id, first exceeds
-    `uniform`: one number decides a draw. A row's result depends on that row only, but for the last
-    bits of sums where XLA orders them otherwise.
+    First come biases, penalties and bans (`edit`), then temperature, top_k, top_p and min_p, as
+    Hugging Face applies them: each filter sees only what those before it kept. Tokens as likely as
+    the last one kept are kept too. The token is where the running sum of the kept probabilities, in
+    order of id, first exceeds `uniform`: one number decides a draw. A row's result depends on that
+    row only, but for the last bits of sums where XLA orders them otherwise.
 
     Args:
       logits: float32 `[B, V]`; -inf for what cannot be.
-      temperature: float32 `[B]`; 0 takes the first of the largest logits.
-      top_k: int32 `[B]`; 0 for all.
-      top_p: float32 `[B]` in [0, 1].
-      min_p: float32 `[B]` in [0, 1].
+      sampling: S rows.
+      history: int32 `[S, C]`; the first positions[b] of row slots[b] are the tokens before the one
+        that is chosen, prompt and reply; the rest is not read.
+      slots: int32 `[B]`, the row of `sampling` and `history` that each row of logits takes; from
+        S on, which is padding, the last.
+      positions: int32 `[B]`, the position that each chosen token will take.
       uniform: float32 `[B]` in [0, 1).
 
     Returns:
-      Tokens int32 `[B]`, and float32 `[B]`: NaN or infinite where a row holds NaN or +inf, or
-      nothing but -inf. The token of such a row is some id in range.
+      Tokens int32 `[B]`, and float32 `[B]`, of the logits before all edits: NaN or infinite where a
+      row holds NaN or +inf, or nothing but -inf. The token of such a row is some id in range.
     """
-    best = first_largest(logits)
-    greedy = temperature <= 0
+    rows = sampling.rows_of(slots)
+
+    def edited() -> jax.Array:
+        return edit(logits, rows, history.at[slots].get(mode="clip"), positions)
+
+    values = jax.lax.cond(wants_edits(rows, positions), edited, lambda: logits)
+    best = first_largest(values)
+    greedy = rows.temperature <= 0
+    temperature = jnp.where(greedy, 1, rows.temperature)
     drawn = jax.lax.cond(
         jnp.all(greedy),
         lambda: best,
-        lambda: _draw(logits, jnp.where(greedy, 1, temperature), top_k, top_p, min_p, uniform),
+        lambda: _draw(values, temperature, rows.top_k, rows.top_p, rows.min_p, uniform),
     )
     return jnp.where(greedy, best, drawn), jax.nn.logsumexp(logits, axis=-1)
 
 
-def largest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The largest logits of each row of `[B, V]`, falling, and their ids; both `[B, count]`.
+def largest(logits: jax.Array, wanted: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The largest of each wanted row of `logits [B, V]`, falling, and their ids; `[B, count]`.
 
-    Of equal logits the smaller id comes first. Beyond V: -inf, and the id -1.
+    Of equal logits the smaller id comes first. Beyond V, and in rows that are not wanted (bool
+    `[B]`): -inf, and the id -1. Costs nothing where no row is wanted.
     """
-    values, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))
-    missing = ((0, 0), (0, count - values.shape[-1]))
-    padded = jnp.pad(values, missing, constant_values=-jnp.inf)
-    return padded, jnp.pad(ids.astype(jnp.int32), missing, constant_values=-1)
+    shape = (logits.shape[0], count)
+    nothing = jnp.full(shape, -jnp.inf), jnp.full(shape, -1, jnp.int32)
+    known = min(count, logits.shape[1])
+    if known == 0:
+        return nothing
+
+    def find() -> tuple[jax.Array, jax.Array]:
+        values, ids = jax.lax.top_k(logits, known)
+        missing = ((0, 0), (0, count - known))
+        values = jnp.pad(values, missing, constant_values=-jnp.inf)
+        ids = jnp.pad(ids.astype(jnp.int32), missing, constant_values=-1)
+        rows = wanted[:, None]
+        return jnp.where(rows, values, nothing[0]), jnp.where(rows, ids, nothing[1])
+
+    return jax.lax.cond(wanted.any(), find, lambda: nothing)
 
 
 def first_largest(values: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import drawn_with
 from tiny import KERNELS
 
 from stoker.models import ops
@@ -36,13 +37,14 @@ def sample(
     uniform: float | np.ndarray = 0.5,
 ) -> tuple[np.ndarray, np.ndarray]:
     rows = len(logits)
-
-    def column(value, kind: type) -> np.ndarray:
-        return np.broadcast_to(np.asarray(value, kind), (rows,))
-
-    floats = [column(value, np.float32) for value in (temperature, top_p, min_p, uniform)]
+    sampling = drawn_with(rows, logits.shape[1], temperature, top_k, top_p, min_p)
     tokens, total = sampler(platform)(
-        np.asarray(logits, np.float32), floats[0], column(top_k, np.int32), *floats[1:]
+        np.asarray(logits, np.float32),
+        sampling,
+        np.zeros((rows, 1), np.int32),
+        np.arange(rows, dtype=np.int32),
+        np.zeros(rows, np.int32),
+        np.broadcast_to(np.float32(uniform), (rows,)),
     )
     return np.asarray(tokens), np.asarray(total)
 
@@ -234,6 +236,9 @@ def test_largest_are_those_that_sorting_finds(platform: str, width: int, count: 
     np.testing.assert_array_equal(ids[:3, :known], order[:3])
     np.testing.assert_array_equal(values[:3, :known], np.take_along_axis(logits, order, -1)[:3])
     assert (ids[:3, known:] == -1).all() and np.isneginf(values[:3, known:]).all()
+    assert (ids[3] == -1).all() and np.isneginf(values[3]).all()
+    values, _ = find(logits, wanted & False)
+    assert np.isneginf(values).all()
 
 
 @pytest.mark.reference

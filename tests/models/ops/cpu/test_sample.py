@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampled import drawn_with, edited_rows
 
 from stoker import StokerError
 from stoker.models.ops import cpu
@@ -15,20 +16,33 @@ from stoker.models.ops import cpu
 REFERENCE = importlib.import_module("stoker.models.ops.xla.sample")
 
 
-def rows(count: int, width: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+def rows(count: int, width: int, seed: int = 0) -> list:
     """Arguments of `sample` that mix every filter, flat rows and peaked ones, ties and masks."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, rng.choice([0.1, 1, 3, 10], (count, 1)), (count, width))
     logits[::5] = np.round(logits[::5])
     logits[1::7] = np.where(rng.random((len(logits[1::7]), width)) < 0.5, -np.inf, logits[1::7])
-    return (
-        logits.astype(np.float32),
-        rng.choice([0, 0.3, 1, 3], count).astype(np.float32),
-        rng.choice([0, 1, 5, 50, 1000], count).astype(np.int32),
-        rng.choice([0, 0.2, 0.9, 0.99, 1, 1], count).astype(np.float32),
-        rng.choice([0, 0, 1e-3, 0.1, 1], count).astype(np.float32),
-        rng.random(count, np.float32),
+    edits, history, positions = edited_rows(count, width, 30, seed)
+    filters = drawn_with(
+        count,
+        width,
+        rng.choice([0, 0.3, 1, 3], count),
+        rng.choice([0, 1, 5, 50, 1000], count),
+        rng.choice([0, 0.2, 0.9, 0.99, 1, 1], count),
+        rng.choice([0, 0, 1e-3, 0.1, 1], count),
     )
+    # Every third row is edited.
+    kept = np.arange(count) % 3 > 0
+    sampling = jax.tree.map(
+        lambda plain, new: np.where(kept.reshape(-1, *[1] * (plain.ndim - 1)), plain, new),
+        filters,
+        edits,
+    )
+    names = ("temperature", "top_k", "top_p", "min_p")
+    sampling = sampling.replace(**{name: getattr(filters, name) for name in names})
+    slots = np.arange(count, dtype=np.int32)
+    uniform = rng.random(count, np.float32)
+    return [logits.astype(np.float32), sampling, history, slots, positions, uniform]
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 100, 513, 5000, 49152])
@@ -40,6 +54,8 @@ def test_instruction_sets_and_threads_agree_bitwise(width: int) -> None:
             got = cpu.sample(*arguments, isa=isa, threads=threads)
             for one, other in zip(got, want, strict=True):
                 np.testing.assert_array_equal(one, other)
+            total = cpu.logsumexp(arguments[0], isa=isa, threads=threads)
+            np.testing.assert_array_equal(total, want[1])
     wanted = np.arange(70) % 3 > 0
     want = cpu.largest(arguments[0], wanted, 20, isa="portable", threads=1)
     for isa in cpu.load().isas:
@@ -59,16 +75,16 @@ def test_the_reference_draws_the_same(width: int) -> None:
 
 def test_subnormal_and_huge_logits() -> None:
     logits = np.array([[1e-40, 0, -1e-40, 3e38], [-3e38, -3e38, -3e38, -3e38]], np.float32)
-    column = np.ones(2, np.float32)
+    nothing = np.zeros(2, np.int32)
     for temperature in (0.0, 1e-5, 1.0, 100.0):
         for top_k, top_p in ((0, 1.0), (2, 1.0), (2, 0.5), (0, 0.5)):
             tokens, total = cpu.sample(
                 logits,
-                column * np.float32(temperature),
-                np.full(2, top_k, np.int32),
-                column * np.float32(top_p),
-                column * 0,
-                column * np.float32(0.3),
+                drawn_with(2, 4, temperature, top_k, top_p, 0),
+                nothing[:, None],
+                np.arange(2, dtype=np.int32),
+                nothing,
+                np.full(2, 0.3, np.float32),
             )
             # Of four as likely, 0.3 falls on the second.
             assert tokens.tolist() == [3, 1 if temperature else 0]
@@ -76,14 +92,24 @@ def test_subnormal_and_huge_logits() -> None:
 
 
 def test_shapes_and_types_are_checked() -> None:
-    arguments = list(map(jnp.asarray, rows(3, 20)))
-    with pytest.raises(StokerError, match=r"logits of float32 \[20\]; .* \[B, V\]"):
-        cpu.sample(arguments[0][0], *arguments[1:])
+    logits, sampling, *rest = jax.tree.map(jnp.asarray, rows(3, 40))
+    with pytest.raises(StokerError, match=r"logits of float32 \[40\]; .* \[B, V\]"):
+        cpu.sample(logits[0], sampling, *rest)
     with pytest.raises(StokerError, match=r"logits of bfloat16"):
-        cpu.sample(arguments[0].astype(jnp.bfloat16), *arguments[1:])
+        cpu.sample(logits.astype(jnp.bfloat16), sampling, *rest)
     with pytest.raises(StokerError, match=r"top_k of float32 \[3\]; it must be int32 \[3\]"):
-        cpu.sample(arguments[0], arguments[1], arguments[1], *arguments[3:])
+        cpu.sample(logits, sampling.replace(top_k=sampling.min_p), *rest)
+    with pytest.raises(StokerError, match=r"min_lens of int32 \[2\]; it must be int32 \[3\]"):
+        cpu.sample(logits, sampling.replace(min_lens=sampling.min_lens[:2]), *rest)
+    with pytest.raises(StokerError, match=r"bias_values of float32 \[3, 4\]; .* \[3, 5\]"):
+        cpu.sample(logits, sampling.replace(bias_values=sampling.bias_values[:, :4]), *rest)
+    with pytest.raises(StokerError, match=r"allowed of uint32 \[3, 1\]; .* uint32 \[3, 2\]"):
+        cpu.sample(logits, sampling.replace(allowed=sampling.allowed[:, :1]), *rest)
+    with pytest.raises(StokerError, match=r"history of int32 \[3\]"):
+        cpu.sample(logits, sampling, rest[0][:, 0], *rest[1:])
     with pytest.raises(StokerError, match=r"uniform of float32 \[2\]"):
-        cpu.sample(*arguments[:5], arguments[5][:2])
+        cpu.sample(logits, sampling, *rest[:3], rest[3][:2])
+    with pytest.raises(StokerError, match=r"logits of float32 \[40\]"):
+        cpu.logsumexp(logits[0])
     with pytest.raises(StokerError, match=r"wanted of float32 \[3\]"):
-        cpu.largest(arguments[0], arguments[1], 4)
+        cpu.largest(logits, sampling.min_p, 4)

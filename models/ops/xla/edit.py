@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from .sampling_rows import WORD, Sampling
+from ..sampling import WORD, Sampling
 
 #: Logits `[B, V]` to logits.
 Edit = Callable[[jax.Array], jax.Array]
@@ -27,10 +27,18 @@ def wants_edits(sampling: Sampling, positions: jax.Array) -> jax.Array:
     )
 
 
-def edit_logits(
+def edit(
     logits: jax.Array, sampling: Sampling, history: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """`logits [B, V]` as each row's request changes them; arguments as of `sampling.choose`."""
+    """`logits [B, V]` as each of the B rows of `sampling` changes them.
+
+    Args:
+      logits: float32 `[B, V]`.
+      sampling: B rows.
+      history: int32 `[B, C]`; the first positions[b] of row b are the tokens so far, prompt and
+        reply; the rest is not read.
+      positions: int32 `[B]`.
+    """
 
     def when(wanted: jax.Array, change: Edit, logits: jax.Array) -> jax.Array:
         return jax.lax.cond(wanted.any(), change, lambda logits: logits, logits)
