@@ -82,27 +82,29 @@ class Shapes:
 def choose_shapes(slots: int, step_tokens: int) -> Shapes:
     """Shapes for `slots` sequences at once and steps of at most `step_tokens` rows.
 
-    Sizes rise by a third or a half, so that a step is never more than about a third padding once it
-    is longer than a few rows, and the number of programs grows with the logarithm only.
-    `Shapes.check` tells whether they fit each other.
+    Above a few, decode sizes rise by a quarter or less, in steps of 4, which kernels take at once;
+    sizes of prefill, of which there are more kinds, by a half or a third. So little of a step is
+    padding, and the number of programs grows with the logarithm only. `Shapes.check` tells whether
+    they fit each other.
     """
     slots, step_tokens = max(slots, 1), max(step_tokens, 1)
     least = min(LEAST_SEQUENCES, slots)
     score = min(SCORE_ROWS, step_tokens)
     return Shapes(
-        decode=_sizes(1, slots),
-        rows=_sizes(min(LEAST_ROWS, step_tokens), step_tokens),
+        decode=_sizes(1, slots, parts=4),
+        rows=_sizes(min(LEAST_ROWS, step_tokens), step_tokens, parts=2),
         sequences=tuple(sorted({least, slots})),
         score=score,
     )
 
 
-def _sizes(least: int, most: int) -> tuple[int, ...]:
-    """1, 2, 4, 6, 8, 12, 16, 24, ... from `least` up, and `most`."""
-    powers = [2**power for power in range(most.bit_length())]
-    between = [3 * power // 2 for power in powers if power >= 4]
-    inside = {size for size in powers + between if least <= size < most}
-    return tuple(sorted(inside | {most}))
+def _sizes(least: int, most: int, parts: int) -> tuple[int, ...]:
+    """Powers of two from `least` on, `parts` sizes to each where they are 4 apart; and `most`."""
+    sizes = {most}
+    for power in (2**exponent for exponent in range(most.bit_length())):
+        apart = max(power // parts, 4)
+        sizes |= {power, *range(power + apart, 2 * power, apart)}
+    return tuple(sorted(size for size in sizes if least <= size <= most))
 
 
 def _fit(sizes: tuple[int, ...], wanted: int) -> int:
