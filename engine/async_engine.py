@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 from ..models.errors import StokerError
-from .engine import Engine, Prompt
+from .engine import Engine
+from .prompts import Prompt
 from .replies import Delta, Reply
 from .sampling_params import SamplingParams
 

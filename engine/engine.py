@@ -2,70 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import logging
-import math
-import secrets
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from collections.abc import Generator, Hashable, Sequence
 
 from ..models.errors import StokerError
 from ..models.loading import Model
 from .cache import PAGE_TOKENS
 from .capacity import choose_pages
+from .ledger import Ledger
 from .pages import Pages
-from .replies import (
-    ABORT,
-    ERROR,
-    LENGTH,
-    Alternatives,
-    Choice,
-    Delta,
-    Reply,
-    Times,
-    Writer,
-    alternatives,
-)
-from .runner import Advance, Dispatched, Runner, Sampled, Scored
-from .sampling_params import MAX_SEED, SamplingParams
+from .progress import reply_bar
+from .prompts import Prompt, encode_prompt, reply_limit
+from .replies import ABORT, ERROR, Choice, Delta, Reply, Times
+from .runner import Advance, Dispatched, Runner
+from .sampling_params import SamplingParams
 from .scheduler import Scheduler
-from .scheduler import Sequence as Scheduled
 from .shapes import Shapes, choose_shapes
 from .stats import EngineStats
 
 _LOG = logging.getLogger("stoker")
-
-Prompt = str | Sequence[int]
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    """A request under way: its reply, and the sequences that still work on it."""
-
-    reply: Reply
-    params: SamplingParams
-    sequences: list[Scheduled]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Stream:
-    """One sequence's way back to its request."""
-
-    request: _Request
-    writer: Writer
-    params: SamplingParams
 
 
 class Engine:
@@ -129,9 +86,9 @@ class Engine:
         self.model = model
         self.slots = slots
         self.context = context
-        self.n_pages = choose_pages(config, slots, context, pages, kv_bytes)
         self.shapes = choose_shapes(slots, step_tokens) if shapes is None else shapes
         self.shapes.check(slots)
+        self.n_pages = choose_pages(config, slots, context, pages, kv_bytes)
         self.stats = EngineStats()
         self._decode_steps = decode_steps
         self._tokenizer = model.tokenizer
@@ -154,11 +111,8 @@ class Engine:
             n_pages=self.n_pages,
             end_ids=sorted(self._end_ids),
         )
-        self._requests: dict[str, _Request] = {}
-        self._streams: dict[Scheduled, _Stream] = {}
+        self._ledger = Ledger(self._scheduler, self.stats, self._tokenizer, self._end_ids)
         self._names = itertools.count()
-        self._numbers = itertools.count()
-        self._deltas: list[Delta] = []
         self._inflight: Dispatched | None = None
         self._failed_before = False
 
@@ -177,7 +131,7 @@ class Engine:
     @property
     def unfinished(self) -> int:
         """Requests under way."""
-        return len(self._requests)
+        return len(self._ledger.requests)
 
     @property
     def running(self) -> int:
@@ -223,7 +177,7 @@ class Engine:
           StokerError: if the request can never be answered; then nothing has changed.
         """
         params = SamplingParams() if params is None else params
-        ids = self.encode(prompt)
+        ids = encode_prompt(prompt, self._tokenizer)
         limit = self.check(ids, params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise StokerError(f"priority is {priority!r}; it must be a whole number")
@@ -231,43 +185,39 @@ class Engine:
             hash(salt)
         except TypeError:
             raise StokerError(f"salt is {salt!r}; it must be hashable, as strings are") from None
-        name = f"request-{next(self._names)}" if request_id is None else request_id
-        if name in self._requests:
+        name = request_id
+        while name is None or (request_id is None and name in self._ledger.requests):
+            name = f"request-{next(self._names)}"
+        if name in self._ledger.requests:
             raise StokerError(f"request '{name}' is under way already; give another id")
         times = Times(arrived=time.perf_counter())
         reply = Reply(name, ids, [Choice(index) for index in range(params.n)], times)
         if params.prompt_logprobs is not None:
             reply.prompt_logprobs = [None] * len(ids)
             reply.prompt_alternatives = [None] * len(ids)
-        request = _Request(reply, params, [])
-        self._requests[name] = request
-        for choice in reply.choices:
-            self._begin(request, choice, limit, priority, salt)
+        self._ledger.open(reply, params, limit, priority, salt)
         return reply
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
+    def check(self, ids: Sequence[int], params: SamplingParams) -> int:
+        """Most tokens that may follow a prompt.
 
         Raises:
-          StokerError: for text that the model has no tokenizer for, or ids that are no whole
-            numbers.
+          StokerError: for a request that can never be answered.
         """
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise StokerError("this model has no tokenizer; give the prompt as token ids")
-            return self._tokenizer.encode(prompt)
-        ids = list(prompt)
-        for token in ids:
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise StokerError(f"the prompt holds {token!r}; it takes text, or whole numbers")
-        return [int(token) for token in ids]
+        return reply_limit(
+            ids,
+            params,
+            vocab_size=self.model.config.vocab_size,
+            context=self.context,
+            tokenizer=self._tokenizer,
+        )
 
     def abort(self, request_id: str) -> None:
         """Ends a request; a name that is not under way is ignored. The next `step` tells of it."""
-        request = self._requests.get(request_id)
+        request = self._ledger.requests.get(request_id)
         if request is not None:
             for sequence in list(request.sequences):
-                self._close(sequence, ABORT)
+                self._ledger.close(sequence, ABORT)
 
     def step(self) -> list[Delta]:
         """Plans and dispatches one step, then reads the one before; returns what that added.
@@ -288,9 +238,9 @@ class Engine:
         self.stats.preemptions = self._scheduler.preemptions
         self.stats.busy_s += time.perf_counter() - start
         self.stats.wait_s += self.runner.wait_s - waited
-        deltas, self._deltas = self._deltas, []
-        if not worked and not deltas and self._requests:
-            raise RuntimeError(f"nothing can run, but {len(self._requests)} requests wait")
+        deltas = self._ledger.take_deltas()
+        if not worked and not deltas and self.unfinished:
+            raise RuntimeError(f"nothing can run, but {self.unfinished} requests wait")
         return deltas
 
     def generate(
@@ -324,7 +274,7 @@ class Engine:
             )
         answers = [self._add_or_fail(*pair) for pair in zip(prompts, params, strict=True)]
         try:
-            with _bar(len(answers), progress) as show:
+            with reply_bar(len(answers), progress) as show:
                 while any(not answer.done for answer in answers):
                     self.step()
                     show(answers)
@@ -364,67 +314,18 @@ class Engine:
         if plan is not None:
             now = time.perf_counter()
             for sequence in plan.admitted:
-                times = self._streams[sequence].request.reply.times
+                times = self._ledger.streams[sequence].request.reply.times
                 times.started = times.started or now
-            self._inflight = self.runner.dispatch(plan, self._params_of)
+            self._inflight = self.runner.dispatch(plan, lambda s: self._ledger.streams[s].params)
             self._count(self._inflight)
         elif previous is None:
             return False
         if previous is not None:
-            sampled, scored = self.runner.read(previous)
+            results = self.runner.read(previous)
             self._failed_before = False
-            if scored is not None:
-                self._guard(scored.rows.sequence, self._note_scores, scored)
-            for found in sampled:
-                self._guard(found.rows.sequence, self._note_tokens, found)
+            for found in results:
+                self._ledger.note(found)
         return True
-
-    def check(self, ids: Sequence[int], params: SamplingParams) -> int:
-        """Most tokens that may follow a prompt.
-
-        Raises:
-          StokerError: for a request that can never be answered.
-        """
-        vocabulary = self.model.config.vocab_size
-        if not ids:
-            raise StokerError("the prompt is empty; give at least one token")
-        for token in ids:
-            if not 0 <= token < vocabulary:
-                raise StokerError(f"token id {token} is not in the vocabulary of {vocabulary}")
-        room = self.context - len(ids)
-        if room < (params.max_tokens != 0):
-            raise StokerError(
-                f"the prompt has {len(ids)} tokens, but the context holds {self.context}, reply "
-                "included; shorten the prompt"
-            )
-        params.check(vocabulary)
-        if params.stop and self._tokenizer is None:
-            raise StokerError("stop strings need a tokenizer, which this model lacks; use stop_ids")
-        return room if params.max_tokens is None else min(params.max_tokens, room)
-
-    def _begin(
-        self, request: _Request, choice: Choice, limit: int, priority: int, salt: Hashable
-    ) -> None:
-        params = request.params.child(choice.index)
-        if params.seed is None:
-            # Drawn once: a sequence that is preempted goes on with the same.
-            params = dataclasses.replace(params, seed=secrets.randbelow(MAX_SEED))
-        ids = request.reply.prompt_ids
-        sequence = Scheduled(
-            next(self._numbers),
-            list(ids),
-            len(ids),
-            len(ids) + limit,
-            priority=priority,
-            namespace=salt,
-            scored=params.prompt_logprobs is not None and choice.index == 0,
-        )
-        request.sequences.append(sequence)
-        writer = Writer(choice, params, self._tokenizer, self._end_ids, limit)
-        self._streams[sequence] = _Stream(request, writer, params)
-        self._scheduler.add(sequence)
-        if limit == 0 and not sequence.scoring:
-            self._close(sequence, LENGTH)
 
     def _add_or_fail(self, prompt: Prompt, params: SamplingParams) -> Reply:
         try:
@@ -433,112 +334,13 @@ class Engine:
             choice = Choice(0, finish_reason=ERROR, error=str(error))
             return Reply("", [], [choice], Times(arrived=time.perf_counter()))
 
-    def _params_of(self, sequence: Scheduled) -> SamplingParams:
-        return self._streams[sequence].params
-
-    def _guard(self, sequence: Scheduled, note: Callable[..., None], found: Any) -> None:
-        """Takes note of one sequence's results; what goes wrong there is its failure alone."""
-        if sequence.done:
-            self.stats.surplus_tokens += found.rows.samples
-            return
-        try:
-            note(self._streams[sequence], found)
-        except Exception as error:
-            _LOG.exception("a request failed")
-            self._close(sequence, ERROR, f"the reply could not be processed: {error}")
-
-    def _note_tokens(self, stream: _Stream, found: Sampled) -> None:
-        sequence, choice = found.rows.sequence, stream.writer.choice
-        text: list[str] = []
-        before = len(choice.ids)
-        wanted = stream.params.logprobs
-        for at, token in enumerate(found.tokens):
-            if not found.finite[at]:
-                break
-            self._scheduler.accept(sequence, token)
-            beside: Alternatives | None = None
-            if wanted is not None:
-                beside = ()
-                if found.top_ids:
-                    beside = alternatives(found.top_ids[at], found.top_logprobs[at], wanted)
-            text.append(stream.writer.push(token, found.logprobs[at], beside))
-            if choice.finish_reason:
-                break
-        new = tuple(choice.ids[before:])
-        times = stream.request.reply.times
-        if new and not times.first_token:
-            times.first_token = time.perf_counter()
-        self.stats.generated_tokens += len(new)
-        if not all(found.finite[: len(new) + 1]) and not choice.finish_reason:
-            self._scheduler.forget(sequence)
-            self._deltas.append(Delta(stream.request.reply, choice, "".join(text), new, False))
-            self._close(
-                sequence,
-                ERROR,
-                f"the model's logits are not finite after {len(sequence.tokens)} tokens; the "
-                "weights may be damaged, or need a wider dtype",
-            )
-            return
-        self.stats.surplus_tokens += len(found.tokens) - len(new)
-        if new:
-            finished = choice.finish_reason is not None
-            delta = Delta(stream.request.reply, choice, "".join(text), new, finished)
-            self._deltas.append(delta)
-            if finished:
-                self._retire(sequence)
-
-    def _note_scores(self, stream: _Stream, found: Scored) -> None:
-        sequence, reply = found.rows.sequence, stream.request.reply
-        assert reply.prompt_logprobs is not None and reply.prompt_alternatives is not None
-        for at, logprob in enumerate(found.logprobs):
-            if not math.isfinite(logprob):
-                self._scheduler.forget(sequence)
-                raise StokerError(
-                    f"the model's logits are not finite after {found.rows.start + at + 1} tokens"
-                )
-            position = found.rows.start + at + 1
-            reply.prompt_logprobs[position] = logprob
-            reply.prompt_alternatives[position] = alternatives(
-                found.top_ids[at], found.top_logprobs[at], stream.params.prompt_logprobs or 0
-            )
-        if found.rows.start + found.rows.count == sequence.prompt_len - 1:
-            # Known now, even if the sequence is preempted and computed again.
-            sequence.scored = False
-            if sequence.max_len == sequence.prompt_len:
-                self._close(sequence, LENGTH)
-
-    def _close(self, sequence: Scheduled, reason: str, error: str | None = None) -> None:
-        """Ends a sequence before its time."""
-        stream = self._streams[sequence]
-        text = stream.writer.close(reason, error)
-        choice = stream.writer.choice
-        self._deltas.append(Delta(stream.request.reply, choice, text, (), True))
-        self._retire(sequence)
-
-    def _retire(self, sequence: Scheduled) -> None:
-        """Clears away a sequence whose choice is complete."""
-        self._scheduler.finish(sequence)
-        stream = self._streams.pop(sequence)
-        request, choice = stream.request, stream.writer.choice
-        choice.preemptions = sequence.preemptions
-        reason = choice.finish_reason or ""
-        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
-        self.stats.prompt_tokens += sequence.prompt_len
-        self.stats.cached_tokens += sequence.cached
-        if choice.index == 0:
-            request.reply.cached_tokens = sequence.cached
-        request.sequences.remove(sequence)
-        if not request.sequences:
-            request.reply.times.finished = time.perf_counter()
-            del self._requests[request.reply.id]
-
     def _recover(self, error: Exception | None) -> None:
         """Starts over with an empty cache; everything that was running is computed again."""
         if error is not None:
             self.stats.failures += 1
             if self._failed_before:
                 for sequence in list(self._scheduler.running):
-                    self._close(sequence, ERROR, f"the step failed twice: {error}")
+                    self._ledger.close(sequence, ERROR, f"the step failed twice: {error}")
             self._failed_before = not self._failed_before
         self._inflight = None
         self._scheduler.restart()
@@ -555,28 +357,3 @@ class Engine:
         if plan.score is not None:
             stats.rows += plan.score.count
             stats.padded_rows += self.shapes.score - plan.score.count
-
-
-@contextlib.contextmanager
-def _bar(total: int, wanted: bool) -> Iterator[Callable[[list[Reply]], None]]:
-    """A progress bar on a terminal; yields what tells it how far the replies are."""
-    console = Console(stderr=True)
-    if not wanted or not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (
-        TextColumn("generating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("generating", total=total, tokens=0)
-
-        def show(answers: list[Reply]) -> None:
-            done = sum(answer.done for answer in answers)
-            tokens = sum(answer.generated_tokens for answer in answers)
-            progress.update(task, completed=done, tokens=tokens)
-
-        yield show

@@ -190,40 +190,20 @@ class Runner:
             array.copy_to_host_async()
         return Dispatched(plan, outputs, scores, shape)
 
-    def read(self, dispatched: Dispatched) -> tuple[list[Sampled], Scored | None]:
+    def read(self, dispatched: Dispatched) -> list[Sampled | Scored]:
         """Waits for a step, and returns what it found, in the order of its plan."""
         start = time.perf_counter()
         outputs, scores = jax.device_get((dispatched.outputs, dispatched.scores))
         self.wait_s += time.perf_counter() - start
         plan = dispatched.plan
-        scored = None
+        found: list[Sampled | Scored] = []
         if plan.score is not None:
-            count = plan.score.count
-            lists = (
-                scores.logprobs[:count].tolist(),
-                scores.top_ids[:count].tolist(),
-                scores.top_logprobs[:count].tolist(),
-            )
-            scored = Scored(plan.score, *lists)
-        if outputs is None:
-            return [], scored
-        if plan.repeat == 1:
-            outputs = jax.tree.map(lambda array: array[None], outputs)
-        tokens, logprobs = outputs.tokens.T.tolist(), outputs.logprobs.T.tolist()
-        finite = outputs.finite.T.tolist()
-        top_ids, top_logprobs = outputs.top_ids, outputs.top_logprobs
-        wanted = (top_ids[0, :, 0] >= 0).tolist()
-        return [
-            Sampled(
-                rows,
-                finite[b][: max(rows.samples, 1)],
-                tokens[b][: rows.samples],
-                logprobs[b][: rows.samples],
-                top_ids[: rows.samples, b].tolist() if wanted[b] else [],
-                top_logprobs[: rows.samples, b].tolist() if wanted[b] else [],
-            )
-            for b, rows in enumerate(plan.rows)
-        ], scored
+            found.append(_scored(plan.score, scores))
+        if outputs is not None:
+            if plan.repeat == 1:
+                outputs = jax.tree.map(lambda array: array[None], outputs)
+            found += _sampled(plan.rows, outputs)
+        return found
 
     def _prepare(self, step: Callable, *rest: object, **static: int) -> None:
         self.programs.prepare(step, self._params, self._cache, self._state, *rest, **static)
@@ -303,3 +283,29 @@ class Runner:
 def _integers(count: int, value: int) -> Any:
     """int32 `[count]`, on the host; steps take it for an array of the device."""
     return np.full(count, value, np.int32)
+
+
+def _scored(rows: Rows, scores: Scores) -> Scored:
+    count = rows.count
+    return Scored(
+        rows,
+        scores.logprobs[:count].tolist(),
+        scores.top_ids[:count].tolist(),
+        scores.top_logprobs[:count].tolist(),
+    )
+
+
+def _sampled(plan: Sequence[Rows], outputs: Outputs) -> list[Sampled]:
+    """The outputs `[steps, B]` of a step, taken apart by sequence."""
+    tokens, logprobs = outputs.tokens.T.tolist(), outputs.logprobs.T.tolist()
+    finite = outputs.finite.T.tolist()
+    wanted = (outputs.top_ids[0, :, 0] >= 0).tolist()
+    found = []
+    for b, rows in enumerate(plan):
+        n, top_ids, top_logprobs = rows.samples, [], []
+        if wanted[b]:
+            top_ids = outputs.top_ids[:n, b].tolist()
+            top_logprobs = outputs.top_logprobs[:n, b].tolist()
+        one = (finite[b][: max(n, 1)], tokens[b][:n], logprobs[b][:n], top_ids, top_logprobs)
+        found.append(Sampled(rows, *one))
+    return found

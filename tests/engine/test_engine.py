@@ -344,7 +344,7 @@ def test_host_code_that_fails_is_one_requests_failure(
     """SRV-14: an exception in what is done for one request."""
     (expected,) = alone.generate([PROMPT], GREEDY)
     victim, other = engine.add(PROMPT[:9], SEEDED), engine.add(PROMPT, GREEDY)
-    stream = next(s for s in engine._streams.values() if s.request.reply is victim)
+    stream = next(s for s in engine._ledger.streams.values() if s.request.reply is victim)
 
     def broken(*_: object) -> str:
         raise ValueError("no such character")
