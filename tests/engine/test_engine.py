@@ -413,6 +413,8 @@ def test_an_engine_says_what_it_reserved(engine: Engine) -> None:
         ({"pages": 7, "context": 128}, "takes 8 pages of 16 tokens .* the cache has 7"),
         ({"kv_bytes": 100}, "the cache has 0"),
         ({"pages": 8, "kv_bytes": 1}, "give one of them"),
+        ({"slots": 9, "pages": 8, "context": 128}, "9 slots would share 8 pages"),
+        ({"pages": 1 << 40, "context": 128}, "out of memory: a KV cache of"),
         ({"decode_steps": 0}, "decode_steps is 0"),
     ],
 )
@@ -429,7 +431,7 @@ def test_options_that_do_not_fit_are_refused(
     [
         {"slots": 3, "step_tokens": 31, "context": 100},
         {"slots": 1, "step_tokens": 2, "context": 100},
-        {"slots": 5, "step_tokens": 6, "context": 50, "pages": 4},
+        {"slots": 4, "step_tokens": 6, "context": 50, "pages": 4},
     ],
 )
 def test_odd_options_that_fit_work(alone: Engine, model: Model, options: dict[str, int]) -> None:
