@@ -131,6 +131,12 @@ def define_sampling_flags(
     )
     number("top_p", top_p, "Sample from the fewest tokens whose probabilities reach this.")
     number("min_p", 0.0, "Drop tokens below this share of the likeliest one's probability.")
+    number("repetition_penalty", 1.0, "Divides logits of tokens that have occurred; 1 for none.")
+    number("presence_penalty", 0.0, "Subtracted from logits of tokens that the reply holds.")
+    number("frequency_penalty", 0.0, "Subtracted for each time the reply holds the token.")
+    flags.DEFINE_integer(
+        "min_tokens", 0, "Tokens before which no end token comes.", flag_values=values
+    )
     flags.DEFINE_integer(
         "seed", None, "Seed of sampling: equal seeds give equal replies.", flag_values=values
     )
@@ -144,7 +150,10 @@ def define_sampling_flags(
 
 def sampling_params(values: flags.FlagValues) -> SamplingParams:
     """The sampling flags, checked."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")
+    names = (
+        *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
+    )
     given: dict[str, Any] = {name: values[name].value for name in names}
     return SamplingParams(**given, stop=tuple(values.stop))
 

@@ -341,6 +341,38 @@ def test_a_narrow_terminal_shows_question_marks(model: str) -> None:
         assert (run.returncode, run.stderr) == (0, b"")
 
 
+def test_bench_replays_arrivals(capsys, tmp_path, model: str) -> None:
+    path = tmp_path / "report.json"
+    flags = (f"--model={model}", "--slots=4", "--step_tokens=16", f"--json={path}")
+    sizes = ("--prompt_len=6", "--gen_len=5", "--shared_len=20", "--requests=9")
+    status, out, err = run(capsys, bench, *flags, *sizes, "--rate=inf")
+    assert status == 0
+    assert "4 slots of" in err
+    assert "first token" in out and "9 requests in" in out
+    report = json.loads(path.read_text())
+    assert (report["requests"], report["errors"], report["late_compilations"]) == (9, 0, 0)
+    assert report["cached_tokens"] == 8 * 16
+    assert report["ttft_s"]["p50"] <= report["ttft_s"]["p99"]
+    trace = tmp_path / "trace.json"
+    trace.write_text('[{"at": 0, "prompt_len": 3, "gen_len": 2}]')
+    status, out, _ = run(capsys, bench, *flags, f"--trace={trace}", "--nomixed")
+    assert status == 0 and "1 requests in" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rate=0"], "requests must arrive"),
+        (["--rate=1", "--trace=x"], "give one of them"),
+        (["--trace=/no/such"], "cannot read '/no/such'"),
+    ],
+)
+def test_bad_replays_end_in_one_line(capsys, model: str, flags: list[str], message: str) -> None:
+    status, _, err = run(capsys, bench, f"--model={model}", *flags)
+    assert status == 1
+    assert message in err and err.count("\n") == 1
+
+
 def test_too_much_memory_is_one_line(capsys, model: str) -> None:
     sizes = ("--batch=2000000000", "--prompt_len=2", "--gen_len=2", "--prefill_len=2")
     status, _, err = run(capsys, bench, f"--model={model}", *sizes)
