@@ -9,6 +9,7 @@ from collections.abc import Generator, Hashable, Sequence
 
 from ..models.errors import StokerError
 from ..models.loading import Model
+from .accounting import step_cost
 from .cache import PAGE_TOKENS
 from .capacity import choose_pages
 from .ledger import Ledger
@@ -111,6 +112,7 @@ class Engine:
             n_pages=self.n_pages,
             end_ids=sorted(self._end_ids),
         )
+        self._weight_bytes = step_cost(config, model.params, [1.0]).weights
         self._ledger = Ledger(self._scheduler, self.stats, self._tokenizer, self._end_ids)
         self._names = itertools.count()
         self._inflight: Dispatched | None = None
@@ -354,6 +356,13 @@ class Engine:
         stats.rows += n_rows
         stats.padded_rows += dispatched.shape[0] * plan.repeat - n_rows
         stats.sequences += len(plan.rows) * plan.repeat
+        live = sum(rows.start + rows.count for rows in plan.rows)
+        if plan.rows:
+            stats.weight_bytes += self._weight_bytes * plan.repeat
+            stats.kv_bytes += self.runner.token_bytes * (live + plan.n_tokens) * plan.repeat
         if plan.score is not None:
             stats.rows += plan.score.count
             stats.padded_rows += self.shapes.score - plan.score.count
+            stats.weight_bytes += self._weight_bytes
+            scored = plan.score.start + 2 * plan.score.count
+            stats.kv_bytes += self.runner.token_bytes * scored

@@ -19,6 +19,8 @@ class EngineStats:
       cached_tokens: prompt tokens whose computation the prefix cache saved.
       generated_tokens: that became part of replies.
       surplus_tokens: sampled, and discarded because the reply had ended.
+      weight_bytes: of weights that steps had to read, by `step_cost`.
+      kv_bytes: of keys and values that they had to read and write.
       preemptions: sequences that gave up their pages.
       finished: choices by how they ended.
       failures: steps that raised an error, after which everything running was computed again.
@@ -35,6 +37,8 @@ class EngineStats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     surplus_tokens: int = 0
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
     preemptions: int = 0
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: int = 0

@@ -130,7 +130,8 @@ def _report(model: Model, engine: Engine, result: Replay) -> dict[str, Any]:
         "generated_tok_s": result.generated_tok_s,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
-        "kv_bytes_not_computed": cached * engine.runner.token_bytes,
+        "cached_kv_bytes": cached * engine.runner.token_bytes,
+        "moved_bytes": engine.stats.weight_bytes + engine.stats.kv_bytes,
         "occupancy": result.occupancy,
         "host_share": result.host_share,
         "padding_share": engine.stats.padding_share,
@@ -157,11 +158,15 @@ def _print(report: dict[str, Any]) -> None:
         row = report[key]
         table.add_row(name, *(f"{row[of] * 1e3:.1f}" for of in ("mean", "p50", "p90", "p99")))
     Console().print(table)
-    print(
-        f"{report['requests']} requests in {report['seconds']:.2f} s: "
-        f"{report['generated_tok_s']:.1f} tok/s generated; "
-        f"{report['cached_tokens']} of {report['prompt_tokens']} prompt tokens cached; "
-        f"{report['occupancy']:.1f} sequences per step; {report['padding_share']:.0%} padding; "
-        f"host {report['host_share']:.0%}; {report['stats']['preemptions']} preemptions; "
-        f"{report['late_compilations']} late compilations"
+    facts = (
+        f"{report['requests']} requests in {report['seconds']:.2f} s",
+        f"{report['generated_tok_s']:.1f} tok/s generated",
+        f"{report['cached_tokens']} of {report['prompt_tokens']} prompt tokens cached",
+        f"{report['moved_bytes'] / 1e9:.1f} GB moved",
+        f"{report['occupancy']:.1f} sequences per step",
+        f"{report['padding_share']:.0%} padding",
+        f"host {report['host_share']:.0%}",
+        f"{report['stats']['preemptions']} preemptions",
+        f"{report['late_compilations']} late compilations",
     )
+    print("; ".join(facts))

@@ -14,6 +14,7 @@ from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.shapes import Shapes
 from stoker.models.errors import StokerError
 from stoker.models.loading import Model
+from stoker.models.parameters import count_bytes
 
 
 def test_an_engine_says_what_it_reserved(engine: Engine) -> None:
@@ -151,7 +152,7 @@ def test_times_and_counters_add_up(small: Engine) -> None:
     assert stats.generated_tokens - before.generated_tokens == 6 * 7
     assert stats.prompt_tokens - before.prompt_tokens == 6 * 20
     assert stats.cached_tokens - before.cached_tokens == sum(r.cached_tokens for r in replies)
-    assert stats.finished["length"] - before.finished["length"] == 6
+    assert stats.finished["length"] - before.finished.get("length", 0) == 6
     for reply in replies:
         times = reply.times
         assert times.arrived <= times.started <= times.first_token <= times.finished
@@ -160,6 +161,15 @@ def test_times_and_counters_add_up(small: Engine) -> None:
     waits = sorted(reply.times.started for reply in replies)
     assert waits[4] > max(waits[:4])
     assert 0 < stats.host_share <= 1
+    # Each step reads every weight, but of the table only rows that are looked up.
+    steps = stats.steps - before.steps
+    weights = (stats.weight_bytes - before.weight_bytes) / steps
+    table = small.model.params["embedding"].nbytes
+    assert weights == pytest.approx(count_bytes(small.model.params) - table, rel=0.01)
+    kv = (stats.kv_bytes - before.kv_bytes) / small.runner.token_bytes
+    # At least: every token written once, and read once by each token of its reply that follows.
+    computed = sum(20 - r.cached_tokens + 6 for r in replies)
+    assert kv >= computed + sum(sum(range(21, 27)) for _ in replies)
     assert 0 <= stats.padding_share < 1
 
 
