@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import logging
 import queue
 import threading
@@ -35,8 +35,10 @@ class AsyncEngine:
         self.error: BaseException | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, _Listener] = {}
-        self._names = itertools.count()
         self._closing = False
+        # Held while a command is put into the queue, and while the thread stops to read it.
+        self._gate = threading.Lock()
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="stoker-engine", daemon=True)
 
     async def __aenter__(self) -> AsyncEngine:
@@ -53,7 +55,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Ends every request, and the thread."""
-        self._commands.put(self._close)
+        self._order(self._close)
         await asyncio.to_thread(self._thread.join)
 
     async def stream(
@@ -75,26 +77,30 @@ class AsyncEngine:
         """
         if not self.healthy:
             raise StokerError(f"the engine does not run: {self.error or 'it is closed'}")
-        name = f"stream-{next(self._names)}" if request_id is None else request_id
         listener = _Listener(asyncio.get_running_loop())
 
         def add() -> None:
             try:
-                if name in self._listeners:
-                    raise StokerError(f"request '{name}' is under way already; give another id")
-                listener.reply = self.engine.add(
-                    prompt, params, request_id=name, priority=priority, salt=salt
+                if self._closing:
+                    raise StokerError("the engine does not run: it is closed")
+                reply = self.engine.add(
+                    prompt, params, request_id=request_id, priority=priority, salt=salt
                 )
-                self._listeners[name] = listener
+                listener.reply = reply
+                self._listeners[reply.id] = listener
+                if reply.done:  # nothing had to run, so no step would tell of it
+                    self._deliver(self.engine.step())
             except Exception as error:
                 listener.tell([error])
 
         def abort() -> None:
-            if self._listeners.get(name) is listener:
-                del self._listeners[name]
-                self.engine.abort(name)
+            reply = listener.reply
+            if reply is not None and self._listeners.get(reply.id) is listener:
+                del self._listeners[reply.id]
+                self.engine.abort(reply.id)
 
-        self._commands.put(add)
+        if not self._order(add):
+            raise StokerError(f"the engine does not run: {self.error or 'it is closed'}")
         left = 1 if params is None else params.n
         try:
             while left:
@@ -104,7 +110,7 @@ class AsyncEngine:
                 left -= item.finished
                 yield item
         finally:
-            self._commands.put(abort)
+            self._order(abort)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Reply:
         """The complete reply to one prompt.
@@ -128,13 +134,20 @@ class AsyncEngine:
         reason = StokerError(f"the engine stopped: {self.error or 'it was closed'}")
         # Whoever asks from now on is told at once, by `stream` or here.
         self._closing = True
-        for listener in self._listeners.values():
-            listener.tell([reason])
-        self._listeners.clear()
+        with self._gate:
+            self._ended = True
         while not self._commands.empty():
-            self._commands.get()()
+            with contextlib.suppress(Exception):
+                self._commands.get()()
         for listener in self._listeners.values():
             listener.tell([reason])
+
+    def _order(self, command: Callable[[], None]) -> bool:
+        """Gives the thread a command; False if it takes none any more."""
+        with self._gate:
+            if not self._ended:
+                self._commands.put(command)
+            return not self._ended
 
     def _obey(self) -> None:
         """Carries out what tasks have asked for; waits for it where there is nothing else to do."""

@@ -14,6 +14,7 @@ from ..models.loading import Model
 from .accounting import StepCost, step_cost
 from .cache import pages_for
 from .engine import Engine
+from .replies import Reply
 from .sampling_params import SamplingParams
 
 #: Told of each finished run, for a progress bar.
@@ -113,9 +114,9 @@ class Bench:
         for _ in range(self._repeats + 1):
             prompts = self._prompts(1, prompt_len)
             start, host_before, steps = time.perf_counter(), engine.stats.host_s, engine.stats.steps
-            self._ask(engine, prompts, 1)
+            replies = self._ask(engine, prompts, 1)
             while engine.unfinished:
-                engine.step()
+                self._step(engine, replies)
             seconds.append(time.perf_counter() - start)
             host.append(engine.stats.host_s - host_before)
             n_steps = engine.stats.steps - steps
@@ -171,18 +172,24 @@ class Bench:
         """Seconds, Python's seconds, tokens and steps of the stretch that counts."""
         replies = self._ask(engine, self._prompts(batch, prompt_len), total)
         while not all(reply.ids for reply in replies):
-            engine.step()
+            self._step(engine, replies)
         before = sum(len(reply.ids) for reply in replies)
         start, host = time.perf_counter(), engine.stats.host_s
         now = start
         while not any(reply.done for reply in replies):
-            engine.step()
+            self._step(engine, replies)
             now = time.perf_counter()
         tokens = sum(len(reply.ids) for reply in replies) - before
         spent = engine.stats.host_s - host
         while engine.unfinished:
             engine.step()
         return now - start, spent, tokens, tokens // batch
+
+    def _step(self, engine: Engine, replies: list[Reply]) -> None:
+        engine.step()
+        for reply in replies:
+            if reply.error:
+                raise StokerError(reply.error)
 
     def _engine(self, slots: int, context: int) -> Engine:
         limit = self._model.config.max_positions
@@ -198,7 +205,7 @@ class Bench:
             decode_steps=self._decode_steps,
         )
 
-    def _ask(self, engine: Engine, prompts: list[list[int]], count: int) -> list:
+    def _ask(self, engine: Engine, prompts: list[list[int]], count: int) -> list[Reply]:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
         return [engine.add(prompt, params) for prompt in prompts]
 

@@ -114,9 +114,9 @@ class Engine:
         )
         self._weight_bytes = step_cost(config, model.params, [1.0]).weights
         self._ledger = Ledger(self._scheduler, self.stats, self._tokenizer, self._end_ids)
+        self._streaming: dict[str, list[Delta]] = {}
         self._names = itertools.count()
         self._inflight: Dispatched | None = None
-        self._failed_before = False
 
     def __str__(self) -> str:
         cache = self.runner.cache_bytes
@@ -179,6 +179,8 @@ class Engine:
           StokerError: if the request can never be answered; then nothing has changed.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise StokerError(f"params is {params!r:.40}; it must be SamplingParams, or None")
         ids = encode_prompt(prompt, self._tokenizer)
         limit = self.check(ids, params)
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -225,18 +227,21 @@ class Engine:
         """Plans and dispatches one step, then reads the one before; returns what that added.
 
         An error of the device, or an interruption, loses no request: what was running is computed
-        again. Requests fail only where their steps fail twice in a row.
+        again. A request fails only where that happens twice and it gained no token in between.
         """
         start, waited = time.perf_counter(), self.runner.wait_s
-        worked = True
+        worked, failure = True, None
         try:
             worked = self._step()
         except Exception as error:
             _LOG.exception("a step failed")
-            self._recover(error)
+            # Its frames hold arrays of the device, whose memory recovery needs.
+            failure = error.with_traceback(None)
         except BaseException:
             self._recover(None)
             raise
+        if failure is not None:
+            self._recover(failure)
         self.stats.preemptions = self._scheduler.preemptions
         self.stats.busy_s += time.perf_counter() - start
         self.stats.wait_s += self.runner.wait_s - waited
@@ -274,8 +279,10 @@ class Engine:
                 f"{len(prompts)} prompts came with {len(params)} sampling parameters; give one for "
                 "each, or one for all"
             )
-        answers = [self._add_or_fail(*pair) for pair in zip(prompts, params, strict=True)]
+        answers: list[Reply] = []
         try:
+            for prompt, wanted in zip(prompts, params, strict=True):
+                answers.append(self._add_or_fail(prompt, wanted))
             with reply_bar(len(answers), progress) as show:
                 while any(not answer.done for answer in answers):
                     self.step()
@@ -295,12 +302,21 @@ class Engine:
           StokerError: as `add`, or where the reply fails.
         """
         reply = self.add(prompt, params)
+        left = len(reply.choices)
+        mine = self._streaming[reply.id] = []
         try:
-            while not reply.done:
-                for delta in self.step():
-                    if delta.reply is reply:
-                        yield delta
+            while left:
+                # Another stream's step may have brought some already.
+                if not mine:
+                    for delta in self.step():
+                        if (listening := self._streaming.get(delta.reply.id)) is not None:
+                            listening.append(delta)
+                while mine:
+                    delta = mine.pop(0)
+                    left -= delta.finished
+                    yield delta
         finally:
+            del self._streaming[reply.id]
             self.abort(reply.id)
         if reply.error:
             raise StokerError(reply.error)
@@ -323,9 +339,7 @@ class Engine:
         elif previous is None:
             return False
         if previous is not None:
-            results = self.runner.read(previous)
-            self._failed_before = False
-            for found in results:
+            for found in self.runner.read(previous):
                 self._ledger.note(found)
         return True
 
@@ -340,10 +354,10 @@ class Engine:
         """Starts over with an empty cache; everything that was running is computed again."""
         if error is not None:
             self.stats.failures += 1
-            if self._failed_before:
-                for sequence in list(self._scheduler.running):
-                    self._ledger.close(sequence, ERROR, f"the step failed twice: {error}")
-            self._failed_before = not self._failed_before
+            for sequence in list(self._scheduler.running):
+                sequence.failures += 1
+                if sequence.failures == 2:
+                    self._ledger.close(sequence, ERROR, f"its steps failed twice: {error}")
         self._inflight = None
         self._scheduler.restart()
         self.runner.reset()

@@ -31,13 +31,23 @@ class Request:
     sequences: list[Scheduled]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Stream:
-    """One sequence's way back to its request."""
+    """One sequence's way back to its request, and how much of its choice deltas have told."""
 
     request: Request
     writer: Writer
     params: SamplingParams
+    told_ids: int = 0
+    told_text: int = 0
+
+    def delta(self) -> Delta:
+        """What came to the choice since the last one."""
+        choice = self.writer.choice
+        ids, text = tuple(choice.ids[self.told_ids :]), choice.text[self.told_text :]
+        self.told_ids, self.told_text = len(choice.ids), len(choice.text)
+        finished = choice.finish_reason is not None
+        return Delta(self.request.reply, choice, text, ids, finished)
 
 
 class Ledger:
@@ -77,8 +87,10 @@ class Ledger:
         """Takes a request that has been checked: a sequence for each choice joins the queue."""
         request = Request(reply, params, [])
         self.requests[reply.id] = request
-        for choice in reply.choices:
-            self._begin(request, choice, limit, priority, salt)
+        begun = [self._begin(request, choice, limit, priority, salt) for choice in reply.choices]
+        for sequence in begun:
+            if limit == 0 and not sequence.scoring:
+                self.close(sequence, LENGTH)
 
     def take_deltas(self) -> list[Delta]:
         """What has been added since the last time."""
@@ -103,9 +115,8 @@ class Ledger:
     def close(self, sequence: Scheduled, reason: str, error: str | None = None) -> None:
         """Ends a sequence before its time."""
         stream = self.streams[sequence]
-        text = stream.writer.close(reason, error)
-        choice = stream.writer.choice
-        self.deltas.append(Delta(stream.request.reply, choice, text, (), True))
+        stream.writer.close(reason, error)
+        self.deltas.append(stream.delta())
         self._retire(sequence)
 
     def _retire(self, sequence: Scheduled) -> None:
@@ -127,7 +138,7 @@ class Ledger:
 
     def _begin(
         self, request: Request, choice: Choice, limit: int, priority: int, salt: Hashable
-    ) -> None:
+    ) -> Scheduled:
         params = request.params.child(choice.index)
         if params.seed is None:
             # Drawn once: a sequence that is preempted goes on with the same.
@@ -146,12 +157,10 @@ class Ledger:
         writer = Writer(choice, params, self._tokenizer, self._end_ids, limit)
         self.streams[sequence] = Stream(request, writer, params)
         self._scheduler.add(sequence)
-        if limit == 0 and not sequence.scoring:
-            self.close(sequence, LENGTH)
+        return sequence
 
     def _note_tokens(self, stream: Stream, found: Sampled) -> None:
         sequence, choice = found.rows.sequence, stream.writer.choice
-        text: list[str] = []
         before = len(choice.ids)
         wanted = stream.params.logprobs
         for at, token in enumerate(found.tokens):
@@ -163,17 +172,16 @@ class Ledger:
                 beside = ()
                 if found.top_ids:
                     beside = alternatives(found.top_ids[at], found.top_logprobs[at], wanted)
-            text.append(stream.writer.push(token, found.logprobs[at], beside))
+            stream.writer.push(token, found.logprobs[at], beside)
             if choice.finish_reason:
                 break
-        new = tuple(choice.ids[before:])
+        gained = len(choice.ids) - before
         times = stream.request.reply.times
-        if new and not times.first_token:
+        if gained and not times.first_token:
             times.first_token = time.perf_counter()
-        self._stats.generated_tokens += len(new)
-        if not all(found.finite[: len(new) + 1]) and not choice.finish_reason:
+        self._stats.generated_tokens += gained
+        if not all(found.finite[: gained + 1]) and not choice.finish_reason:
             self._scheduler.forget(sequence)
-            self.deltas.append(Delta(stream.request.reply, choice, "".join(text), new, False))
             self.close(
                 sequence,
                 ERROR,
@@ -181,12 +189,10 @@ class Ledger:
                 "weights may be damaged, or need a wider dtype",
             )
             return
-        self._stats.surplus_tokens += len(found.tokens) - len(new)
-        if new:
-            finished = choice.finish_reason is not None
-            delta = Delta(stream.request.reply, choice, "".join(text), new, finished)
-            self.deltas.append(delta)
-            if finished:
+        self._stats.surplus_tokens += len(found.tokens) - gained
+        if gained:
+            self.deltas.append(stream.delta())
+            if choice.finish_reason:
                 self._retire(sequence)
 
     def _note_scores(self, stream: Stream, found: Scored) -> None:

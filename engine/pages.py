@@ -122,6 +122,9 @@ class Pages:
                     self._cached += 1
                     self._idle_since[page] = next(self._clock)
                     heapq.heappush(self._idle, (self._idle_since[page], page))
+                    if len(self._idle) > 2 * self.total + 64:
+                        self._idle = [(since, idle) for idle, since in self._idle_since.items()]
+                        heapq.heapify(self._idle)
                 else:
                     self._free.append(page)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..models.errors import StokerError
 from ..models.tokenizers import Tokenizer
@@ -22,6 +22,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         if tokenizer is None:
             raise StokerError("this model has no tokenizer; give the prompt as token ids")
         return tokenizer.encode(prompt)
+    if not isinstance(prompt, Iterable):
+        raise StokerError(f"the prompt is {prompt!r:.40}; it must be text, or a list of token ids")
     ids = list(prompt)
     for token in ids:
         if isinstance(token, bool) or not hasattr(token, "__index__"):
@@ -56,4 +58,10 @@ def reply_limit(
     params.check(vocab_size)
     if params.stop and tokenizer is None:
         raise StokerError("stop strings need a tokenizer, which this model lacks; use stop_ids")
-    return room if params.max_tokens is None else min(params.max_tokens, room)
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    if params.min_tokens > limit:
+        raise StokerError(
+            f"min_tokens is {params.min_tokens}, but after {len(ids)} prompt tokens the context of "
+            f"{context} leaves {limit}"
+        )
+    return limit

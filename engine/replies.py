@@ -174,7 +174,10 @@ class Writer:
         self._flush: Callable[[], str] = lambda: ""
         if tokenizer is not None:
             detokenizer = Detokenizer(tokenizer, skip_special=True, continuation=True)
-            self._push, self._flush = detokenizer.push, detokenizer.flush
+            size = tokenizer.vocab_size
+            # Rows beyond the vocabulary, which pad some models' tables, have no text.
+            self._push = lambda token: detokenizer.push(token) if token < size else ""
+            self._flush = detokenizer.flush
 
     def push(self, token: int, logprob: float, alternatives: Alternatives | None) -> str:
         """Adds a token; returns the text that became certain, and may set `finish_reason`."""

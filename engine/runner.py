@@ -15,7 +15,7 @@ from ..models.config import ModelConfig
 from ..models.ops.layout import DUMP_PAGE
 from ..models.parameters import Params
 from . import steps
-from .cache import new_cache, pages_for, token_bytes
+from .cache import Cache, new_cache, pages_for, token_bytes
 from .programs import Programs
 from .sampling_params import MAX_TOP, SamplingParams
 from .sampling_rows import pack_sampling
@@ -118,6 +118,7 @@ class Runner:
 
     def reset(self) -> None:
         """Starts with an empty cache and state, whatever became of the old ones."""
+        self._cache: Cache = ()  # the old one goes first: there may not be memory for both
         self._cache = new_cache(self._config, self._n_pages)
         idle = [SamplingParams()] * self._slots
         self._state = steps.new_state(

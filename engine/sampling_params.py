@@ -34,8 +34,8 @@ class SamplingParams:
       top_p: keep the fewest most likely tokens whose probabilities add up to this; in [0, 1].
       min_p: keep tokens at least this share of the most likely one's probability; in [0, 1].
       seed: 0..2**63-1; None draws a fresh one.
-      max_tokens: most tokens to generate; None for as many as the context holds. 0, for scoring
-        alone, takes `prompt_logprobs`.
+      max_tokens: most tokens to generate, cut to what the context leaves; None for all of that.
+        0, for scoring alone, takes `prompt_logprobs`.
       stop: strings that end the reply and are cut from it, `MAX_STOPS` at most.
       ignore_eos: generate past the model's end tokens; `stop` and `stop_ids` still end the reply.
       n: replies to one prompt, 1..`MAX_CHOICES`; `child` gives the parameters of each.

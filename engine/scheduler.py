@@ -35,6 +35,7 @@ class Sequence:
       pages: of its cache, in order.
       cached: prompt tokens whose computation the prefix cache saved, before any preemption.
       preemptions: how often it lost its pages.
+      failures: of steps that ran it, since its latest token.
       done: it takes part in nothing any more.
     """
 
@@ -51,6 +52,7 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     cached: int = 0
     preemptions: int = 0
+    failures: int = 0
     done: bool = False
     # The last of its leading pages that are in the prefix tree, and how many those are.
     node: Node | None = None
@@ -185,16 +187,17 @@ class Scheduler:
     def accept(self, sequence: Sequence, token: int) -> None:
         """Takes note of a token that a planned step sampled."""
         sequence.pending -= 1
+        sequence.failures = 0
         sequence.tokens.append(token)
         self._publish(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Takes the sequence's pages out of the prefix tree: they are not fit for use."""
-        node = sequence.node
-        while node is not None and node.parent is not None and node.parent.parent is not None:
-            node = node.parent
-        if node is not None:
-            self.pages.withdraw(node)
+        # It may have lost them since: what it filled is found by its tokens.
+        root = self.pages.root(sequence.namespace)
+        first = self.pages.following(root, sequence.tokens, 0)
+        if first is not None:
+            self.pages.withdraw(first)
 
     def restart(self) -> None:
         """Forgets what the cache holds: everything that was running goes back into the queue."""
@@ -346,8 +349,10 @@ class Scheduler:
             if node.page == own:
                 sequence.node = node
                 sequence.n_shared += 1
-            else:
+            elif node.step < self.step:
                 self._share(sequence, node)
+            else:
+                break  # another one fills its page in this very step: it is for later ones
 
     def _fits(self, sequence: Sequence, matched: list[Node]) -> bool:
         """Whether pages suffice to run a waiting sequence's tokens without preempting anyone.

@@ -147,7 +147,7 @@ def replay(
     """Runs a trace in real time, on random prompts.
 
     Raises:
-      StokerError: if a request can never be answered by this engine.
+      StokerError: if a request can never be answered by this engine, or fails.
     """
     rng = np.random.default_rng(seed)
     vocabulary = engine.model.config.vocab_size
@@ -177,6 +177,9 @@ def replay(
         else:
             time.sleep(max(start + trace[len(replies)].at - time.perf_counter(), 0))
     seconds = time.perf_counter() - start
+    for reply in replies:
+        if reply.error:
+            raise StokerError(reply.error)
     stats = engine.stats
     steps = stats.steps - before.steps
     return Replay(

@@ -125,7 +125,6 @@ def _report(model: Model, engine: Engine, result: Replay) -> dict[str, Any]:
     return {
         "model": model.name,
         "requests": len(result.replies),
-        "errors": sum(reply.error is not None for reply in result.replies),
         "seconds": result.seconds,
         "generated_tok_s": result.generated_tok_s,
         "prompt_tokens": prompt,

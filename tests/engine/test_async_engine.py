@@ -88,6 +88,17 @@ def test_several_choices_all_arrive(engine: Engine) -> None:
     assert sorted(asyncio.run(run())) == [0, 1, 2]
 
 
+def test_scoring_one_token_waits_for_nobody(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as front:
+            reply = await asyncio.wait_for(front.generate(ids("a"), params), timeout=20)
+            assert reply.prompt_logprobs == [None]
+
+    asyncio.run(run())
+
+
 def test_closing_ends_what_is_under_way(engine: Engine) -> None:
     async def run() -> None:
         async with AsyncEngine(engine) as front:

@@ -61,6 +61,24 @@ def test_a_device_that_always_fails_fails_requests_and_not_the_engine(
     assert reply.finish_reason == "length"
 
 
+def test_a_step_that_fails_after_good_ones_is_not_tried_for_ever(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several chunks are read well, and every decode step fails."""
+    engine = Engine(model, slots=2, context=CONTEXT, step_tokens=16)
+
+    def broken(*_: object) -> object:
+        raise RuntimeError("does not compile")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.runner.programs, "decode", broken)
+        (reply,) = engine.generate([PROMPT], GREEDY)
+    assert "failed twice: does not compile" in str(reply.error)
+    assert engine.stats.failures == 2
+    (reply,) = engine.generate([PROMPT], GREEDY)
+    assert reply.finish_reason == "length"
+
+
 def test_host_code_that_fails_is_one_requests_failure(
     engine: Engine, alone: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

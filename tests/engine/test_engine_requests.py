@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -103,6 +104,35 @@ def test_bad_requests_are_refused_and_the_batch_completes(small: Engine, kind: s
     assert replies[1].finish_reason == "error" and message.split()[0] in str(replies[1].error)
     equal(replies[0], expected)
     equal(replies[2], expected)
+
+
+def test_what_is_no_prompt_at_all_fails_alone(small: Engine) -> None:
+    good = SamplingParams(max_tokens=2)
+    replies = small.generate([[1, 2], 5, [3]], [good, good, "greedy"])
+    assert replies[0].finish_reason == "length"
+    assert "the prompt is 5" in str(replies[1].error)
+    assert "params is 'greedy'" in str(replies[2].error)
+    with pytest.raises(StokerError, match="min_tokens is 60, but after 9 prompt tokens"):
+        small.add(PROMPT[:9], SamplingParams(min_tokens=60))
+    assert small.unfinished == 0
+
+
+def test_scoring_one_token_ends_at_once(small: Engine) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1, n=2)
+    deltas = list(small.stream([5], params))
+    assert [(d.choice.index, d.finished) for d in deltas] == [(0, True), (1, True)]
+    assert small.unfinished == 0
+
+
+def test_streams_of_one_thread_get_all_of_their_deltas(small: Engine) -> None:
+    params = SamplingParams(max_tokens=10)
+    expected = [reply.ids for reply in small.generate([PROMPT[:9], PROMPT[:12]], params)]
+    streams = [small.stream(prompt, params) for prompt in (PROMPT[:9], PROMPT[:12])]
+    got: list[list[int]] = [[], []]
+    for first, second in itertools.zip_longest(*streams):
+        for ids, delta in zip(got, (first, second), strict=True):
+            ids.extend(delta.ids if delta else ())
+    assert got == expected
 
 
 def test_names_are_not_used_twice(small: Engine) -> None:

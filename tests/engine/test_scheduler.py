@@ -283,12 +283,28 @@ def test_the_youngest_of_the_lowest_priority_is_preempted() -> None:
     assert old.tokens == expected([0] * 8, 28, -1)
 
 
-def test_what_is_forgotten_is_not_matched_again() -> None:
+def test_books_of_a_busy_pool_stay_small() -> None:
+    """Pages that are shared and given back thousands of times leave nothing behind."""
+    run = loop()
+    for _ in range(300):
+        run.scheduler.add(sequence(list(range(60)), new=1))
+        run.drain()
+    assert len(run.pages._idle) <= 2 * run.pages.total + 64
+    assert run.pages.cached == 15
+    run.scheduler.add(sequence([97] * 250, new=1))
+    run.drain()
+    assert run.pages.used == 0 and run.pages.evictions > 0
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_what_is_forgotten_is_not_matched_again(preempted: bool) -> None:
     run = loop()
     first = sequence(list(range(20)), new=8)
     run.scheduler.add(first)
     for _ in range(3):
         run.step()
+    if preempted:
+        run.scheduler._preempt(first)
     run.scheduler.forget(first)
     run.scheduler.finish(first)
     run.drain()

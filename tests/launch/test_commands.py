@@ -350,7 +350,7 @@ def test_bench_replays_arrivals(capsys, tmp_path, model: str) -> None:
     assert "4 slots of" in err
     assert "first token" in out and "9 requests in" in out
     report = json.loads(path.read_text())
-    assert (report["requests"], report["errors"], report["late_compilations"]) == (9, 0, 0)
+    assert (report["requests"], report["late_compilations"]) == (9, 0)
     assert report["cached_tokens"] == 8 * 16
     assert report["ttft_s"]["p50"] <= report["ttft_s"]["p99"]
     trace = tmp_path / "trace.json"
