@@ -23,7 +23,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("model", "smollm2-135m", "Alias or path.")
 flags.DEFINE_float("minutes", 10.0, "How long.", lower_bound=0.1)
 flags.DEFINE_integer("slots", 16, "Sequences that run at once.", lower_bound=1)
-flags.DEFINE_integer("pages", 120, "Pages of the cache: few, so that some are lost to others.")
+flags.DEFINE_integer("pages", 48, "Pages of the cache: few, so that some are lost to others.")
 PERIODS = 10
 #: Growth from the second period to the last that is noise: bytes, and a share of the latency.
 MEMORY_NOISE, LATENCY_NOISE = 30e6, 0.35
