@@ -202,6 +202,25 @@ def test_aborts_leave_the_others_alone(engine: Engine, alone: Engine) -> None:
     assert engine.pages.used == 0
 
 
+def test_a_steady_step_allocates_nothing_that_stays(model: Model) -> None:
+    """Cache and state are written where they lie; only tokens out come, and those read go."""
+    engine = Engine(model, slots=4, context=CONTEXT, shapes=FOUR)
+    for _ in range(4):
+        engine.add(PROMPT[:5], SamplingParams(max_tokens=100))
+    for _ in range(10):
+        engine.step()
+
+    def lies() -> list[int]:
+        kept = (engine.runner._cache, engine.runner._state)
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(kept)]
+
+    before, living = lies(), len(jax.live_arrays())
+    for _ in range(40):
+        engine.step()
+        assert len(jax.live_arrays()) <= living
+    assert lies() == before
+
+
 def test_nothing_compiles_after_warm_up(model: Model) -> None:
     """PAR-04, PAR-06: whatever is asked, the programs are those that were announced."""
     engine = Engine(model, slots=3, context=100, step_tokens=37)
