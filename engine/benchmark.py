@@ -12,8 +12,8 @@ import numpy as np
 from ..models.errors import StokerError
 from ..models.loading import Model
 from .accounting import StepCost, step_cost
-from .cache import pages_for
 from .engine import Engine
+from .pages import pages_for
 from .replies import Reply
 from .sampling_params import SamplingParams
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from ..models.config import ModelConfig
 from ..models.transformer import LayerCache
 from ..sharding import sharding
+from .pages import PAGE_TOKENS
 
-#: Tokens per page (Z).
-PAGE_TOKENS = 16
 #: Key pages `[P, K, H, Z]` and value pages `[P, K, Z, H]` of each layer: separate buffers, so that
 #: donating them lets every step write in place. Keys of neighbouring tokens lie together, since a
 #: query meets them element by element; values token by token, since they are added up so.
@@ -37,11 +36,6 @@ def new_cache(
 
     Z, H = page_tokens, config.head_dim
     return tuple((pages(H, Z), pages(Z, H)) for _ in range(config.n_layers))
-
-
-def pages_for(n_tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
-    """Pages that hold `n_tokens`."""
-    return -(-n_tokens // page_tokens)
 
 
 def token_bytes(config: ModelConfig) -> int:

@@ -9,7 +9,8 @@ import jax
 
 from ..models.config import ModelConfig
 from ..models.errors import StokerError
-from .cache import PAGE_TOKENS, pages_for, token_bytes
+from .cache import token_bytes
+from .pages import PAGE_TOKENS, pages_for
 
 #: Share of the memory that is free once the weights are there, which a cache takes at most.
 HOST_SHARE, DEVICE_SHARE = 0.25, 0.8

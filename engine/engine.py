@@ -10,10 +10,9 @@ from collections.abc import Generator, Hashable, Sequence
 from ..models.errors import StokerError
 from ..models.loading import Model
 from .accounting import step_cost
-from .cache import PAGE_TOKENS
 from .capacity import choose_pages
 from .ledger import Ledger
-from .pages import Pages
+from .pages import PAGE_TOKENS, Pages
 from .progress import reply_bar
 from .prompts import Prompt, encode_prompt, reply_limit
 from .replies import ABORT, ERROR, Choice, Delta, Reply, Times

@@ -16,7 +16,7 @@ from .replies import ERROR, LENGTH, Alternatives, Choice, Delta, Reply, Writer, 
 from .runner import Sampled, Scored
 from .sampling_params import MAX_SEED, SamplingParams
 from .scheduler import Scheduler
-from .scheduler import Sequence as Scheduled
+from .sequences import Sequence as Scheduled
 from .stats import EngineStats
 
 _LOG = logging.getLogger("stoker")

@@ -11,10 +11,17 @@ import heapq
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 
-from ..models.ops.layout import DUMP_PAGE
-
+#: Tokens per page (Z).
+PAGE_TOKENS = 16
+#: Where a root has no page.
+NO_PAGE = 0
 #: Tokens of one full page.
 PageTokens = tuple[int, ...]
+
+
+def pages_for(n_tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
+    """Pages that hold `n_tokens`."""
+    return -(-n_tokens // page_tokens)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -57,9 +64,8 @@ class Pages:
         self.page_tokens = page_tokens
         self.evictions = 0
         self._share = share
-        first = DUMP_PAGE + 1
-        self._free = list(range(first + total - 1, DUMP_PAGE, -1))
-        self._holders = [0] * (first + total)
+        self._free = list(range(total, 0, -1))
+        self._holders = [0] * (1 + total)
         self._nodes: dict[int, Node] = {}
         self._roots: dict[Hashable, Node] = {}
         self._cached = 0
@@ -131,7 +137,7 @@ class Pages:
     def root(self, namespace: Hashable) -> Node:
         """Where prompts of one namespace begin; those of another never share a page with it."""
         known = self._roots.get(namespace)
-        return known or Node(None, (), DUMP_PAGE, step=-1, namespace=namespace)
+        return known or Node(None, (), NO_PAGE, step=-1, namespace=namespace)
 
     def following(self, node: Node, tokens: Sequence[int], start: int) -> Node | None:
         """The page after `node` that holds tokens[start : start + Z], if the tree has it."""

@@ -15,12 +15,13 @@ from ..models.config import ModelConfig
 from ..models.ops.layout import DUMP_PAGE
 from ..models.parameters import Params
 from . import steps
-from .cache import Cache, new_cache, pages_for, token_bytes
+from .cache import Cache, new_cache, token_bytes
+from .pages import pages_for
 from .programs import Programs
 from .sampling_params import MAX_TOP, SamplingParams
 from .sampling_rows import pack_sampling
-from .scheduler import Plan, Rows
-from .scheduler import Sequence as Scheduled
+from .sequences import Plan, Rows
+from .sequences import Sequence as Scheduled
 from .shapes import Shapes
 from .steps import NEWEST, DecodeBatch, Outputs, PrefillBatch, Scores, State
 

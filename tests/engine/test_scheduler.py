@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.engine.pages import Pages
-from stoker.engine.scheduler import NO_SLOT, Plan, Scheduler, Sequence
+from stoker.engine.scheduler import Scheduler
+from stoker.engine.sequences import NO_SLOT, Plan, Sequence
 
 Z = 4
 
@@ -329,3 +332,9 @@ def test_the_longest_unused_page_is_evicted_and_no_page_before_those_after_it(sh
         run.drain()
     assert [one.cached for one in again] == ([8, 4] if share else [0, 0])
     assert (pages.evictions > 0) == share
+
+
+def test_scheduling_needs_no_jax() -> None:
+    code = "import sys, stoker.engine.scheduler; print('jax' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("False\n", "")

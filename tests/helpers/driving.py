@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from stoker.engine import steps
-from stoker.engine.cache import Cache, new_cache, pages_for
+from stoker.engine.cache import Cache, new_cache
+from stoker.engine.pages import pages_for
 from stoker.engine.sampling_params import SamplingParams
 from stoker.models.config import ModelConfig
 from stoker.models.parameters import Params

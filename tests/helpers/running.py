@@ -11,7 +11,8 @@ from driving import chunk, decoding, new_state, page_table
 from hf_models import Case
 
 from stoker.engine import steps
-from stoker.engine.cache import new_cache, pages_for
+from stoker.engine.cache import new_cache
+from stoker.engine.pages import pages_for
 from stoker.engine.sampling_params import SamplingParams
 from stoker.models.loading import Model
 
