@@ -14,14 +14,11 @@ from flax import struct
 
 from ..models import ops
 from ..models.config import Kernels
-from .sampling_rows import Sampling, idle_sampling, pack_sampling
-
-__all__ = ["Choice", "Sampling", "choose", "idle_sampling", "pack_sampling"]
 
 
 @struct.dataclass
-class Choice:
-    """The tokens that were chosen, one for each row.
+class Outputs:
+    """What a step chose, for each of its rows.
 
     Attributes:
       tokens: int32 `[B]`, always from 0 to V - 1.
@@ -43,13 +40,13 @@ class Choice:
 
 def choose(
     logits: jax.Array,
-    sampling: Sampling,
+    sampling: ops.Sampling,
     history: jax.Array,
     slots: jax.Array,
     positions: jax.Array,
     kernels: Kernels,
     top: int = 0,
-) -> Choice:
+) -> Outputs:
     """One token for each row of `logits`.
 
     A row's result depends on its own arguments only: not on B or its neighbours. What no row asks
@@ -72,7 +69,7 @@ def choose(
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     wants_top = sampling.wants_top.at[slots].get(mode="clip")
     top_logits, top_ids = ops.largest(logits, wants_top, top, kernels)
-    return Choice(
+    return Outputs(
         tokens=tokens,
         logprobs=chosen - total,
         top_ids=top_ids,

@@ -23,9 +23,9 @@ from ..models.ops.layout import DUMP_PAGE, Layout
 from ..models.parameters import Params
 from ..models.transformer import decoder, head
 from .cache import Cache
-from .sampling import choose
+from .sampling import Outputs, choose
 from .sampling_params import SamplingParams
-from .sampling_rows import Sampling, pack_sampling
+from .sampling_rows import pack_sampling
 
 #: In `PrefillBatch.tokens`: the newest token of the slot, which the host may not know yet.
 NEWEST = -1
@@ -46,7 +46,7 @@ class State:
     tokens: jax.Array
     lengths: jax.Array
     history: jax.Array
-    sampling: Sampling
+    sampling: ops.Sampling
 
 
 @struct.dataclass
@@ -85,26 +85,6 @@ class DecodeBatch:
     page_table: jax.Array
     slots: jax.Array
     limits: jax.Array
-
-
-@struct.dataclass
-class Outputs:
-    """What a step chose, for each of its sequences.
-
-    Attributes:
-      tokens: int32 `[B]`.
-      logprobs: float32 `[B]`, log-probability of the token under the model itself: before
-        penalties, temperature and filters.
-      top_ids: int32 `[B, K]`, the most likely tokens, for the slots that want them.
-      top_logprobs: float32 `[B, K]`, theirs.
-      finite: bool `[B]`; False where the model's numbers are not, and the token means nothing.
-    """
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
-    finite: jax.Array
 
 
 @struct.dataclass
@@ -228,7 +208,8 @@ def prefill(
     # Rows that are not sampled from have no logits: their own numbers tell.
     broken = jnp.cumsum(jnp.pad(~jnp.isfinite(x).all(axis=-1), (1, 0)).astype(jnp.int32))
     sound = broken[batch.query_start[1:]] == broken[batch.query_start[:-1]]
-    state = dataclasses.replace(state, history=history, lengths=_grown(state, layout, batch.slots))
+    state = _lengthened(state, batch.slots, jnp.diff(batch.query_start) > 0, layout.kv_lens)
+    state = dataclasses.replace(state, history=history)
     state, outputs = _choose(logits, state, batch.slots, batch.samples, layout.kv_lens, config, top)
     finite = sound & (outputs.finite | ~batch.samples)
     return cache, state, dataclasses.replace(outputs, finite=finite)
@@ -248,8 +229,7 @@ def decode(
     cache, logits = decode_logits(params, cache, state, batch, config=config)
     active = _active(state, batch)
     lengths = _rows_of(state.lengths, batch.slots) + 1
-    grown = jnp.where(active, batch.slots, state.tokens.shape[0])
-    state = dataclasses.replace(state, lengths=state.lengths.at[grown].set(lengths, mode="drop"))
+    state = _lengthened(state, batch.slots, active, lengths)
     state, outputs = _choose(logits, state, batch.slots, active, lengths, config, top)
     return cache, state, outputs
 
@@ -297,7 +277,7 @@ def score(
     chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     wanted = jnp.ones(total.shape, bool)
     best, top_ids = ops.largest(logits, wanted, top, config.kernels)
-    state = dataclasses.replace(state, lengths=_grown(state, layout, batch.slots))
+    state = _lengthened(state, batch.slots, jnp.diff(batch.query_start) > 0, layout.kv_lens)
     scores = Scores(logprobs=chosen - total, top_ids=top_ids, top_logprobs=best - total[:, None])
     return cache, state, scores
 
@@ -312,28 +292,21 @@ def _choose(
     top: int,
 ) -> tuple[State, Outputs]:
     """Chooses tokens `[B]` after `lengths` cached ones; those of `samples` enter the state."""
-    choice = choose(logits, state.sampling, state.history, slots, lengths, config.kernels, top)
+    outputs = choose(logits, state.sampling, state.history, slots, lengths, config.kernels, top)
     outside = state.tokens.shape[0]
     chosen = jnp.where(samples, slots, outside)
     state = dataclasses.replace(
         state,
-        tokens=state.tokens.at[chosen].set(choice.tokens, mode="drop"),
-        history=state.history.at[chosen, lengths].set(choice.tokens, mode="drop"),
+        tokens=state.tokens.at[chosen].set(outputs.tokens, mode="drop"),
+        history=state.history.at[chosen, lengths].set(outputs.tokens, mode="drop"),
     )
-    return state, Outputs(
-        tokens=choice.tokens,
-        logprobs=choice.logprobs,
-        top_ids=choice.top_ids,
-        top_logprobs=choice.top_logprobs,
-        finite=choice.finite,
-    )
+    return state, outputs
 
 
-def _grown(state: State, layout: Layout, slots: jax.Array) -> jax.Array:
-    """`state.lengths` after a step, for the sequences that had rows in it."""
-    ran = jnp.diff(layout.query_start) > 0
+def _lengthened(state: State, slots: jax.Array, ran: jax.Array, lengths: jax.Array) -> State:
+    """The state after the sequences that `ran` (bool `[B]`) brought their caches to `lengths`."""
     grown = jnp.where(ran, slots, state.lengths.shape[0])
-    return state.lengths.at[grown].set(layout.kv_lens, mode="drop")
+    return dataclasses.replace(state, lengths=state.lengths.at[grown].set(lengths, mode="drop"))
 
 
 def _active(state: State, batch: DecodeBatch) -> jax.Array:

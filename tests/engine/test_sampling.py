@@ -11,7 +11,8 @@ import pytest
 from tiny import KERNELS
 
 from stoker import SamplingParams
-from stoker.engine.sampling import Choice, choose, pack_sampling
+from stoker.engine.sampling import Outputs, choose
+from stoker.engine.sampling_rows import pack_sampling
 from stoker.models.ops import uniforms
 
 V = 300
@@ -41,7 +42,7 @@ def pick(
     end_ids: Sequence[int] = (),
     positions: Sequence[int] | None = None,
     capacity: int = 16,
-) -> Choice:
+) -> Outputs:
     """What `choose` makes of rows `logits` (one or many), after the same prompt and reply."""
     asked = len(requests)
     # Few sizes, so that few programs are compiled.

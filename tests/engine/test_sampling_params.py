@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from stoker import SamplingParams, StokerError
-from stoker.engine.sampling import Sampling, idle_sampling, pack_sampling
+from stoker.engine.sampling_rows import idle_sampling, pack_sampling
+from stoker.models.ops import Sampling
 
 HUGE = 10**5000
 
