@@ -7,15 +7,12 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..engine.accounting import arithmetic_peak, memory_bandwidth, peak_memory
@@ -82,13 +79,14 @@ def _measure(values: flags.FlagValues, model: Model, batches: list[int]) -> dict
     if longest > limit:
         raise StokerError(f"sequences of {longest} tokens: this model takes at most {limit}")
     total = (len(batches) + 1) * (values.repeats + 1)
-    with _progress(total) as advance:
+    with common.count_bar() as bar:
+        task = bar.add_task("measuring", total=total)
         bench = Bench(
             model,
             repeats=values.repeats,
             step_tokens=values.step_tokens,
             decode_steps=values.decode_steps,
-            advance=advance,
+            advance=lambda: bar.advance(task),
         )
         results = [bench.prefill(values.prefill_len)]
         results += [bench.decode(n, values.prompt_len, values.gen_len) for n in batches]
@@ -129,15 +127,6 @@ def _batches(given: list[str]) -> list[int]:
     if not batches or min(batches) < 1:
         raise StokerError(f"--batch={','.join(given)}: it takes positive whole numbers, 1,8,32")
     return batches
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    console = Console(stderr=True)
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("measuring", total=total)
-        yield lambda: bar.advance(task)
 
 
 def _report(model: Model, results: list[Measurement]) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from typing import Any
 
 import jax
 from absl import flags
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ..engine.engine import Engine
 from ..engine.sampling_params import SamplingParams
+from ..engine.shapes import Shapes
 from ..models.config import ACTIVATION_TYPES, DTYPES, PLATFORMS
 from ..models.errors import StokerError
 from ..models.loading import Model, load_model
@@ -22,6 +25,8 @@ from ..models.tokenizers import Tokenizer
 #: Where `--context` is not given: contexts are rounded up to a power of two from here, so that a
 #: few compiled shapes serve all prompts.
 SMALLEST_CONTEXT = 1024
+#: Few shapes, since a command that serves one sequence compiles them while somebody waits.
+ONE_SEQUENCE = Shapes(decode=(1,), rows=(16, 64, 256), sequences=(1,), score=64)
 #: Bytes of compiled programs to keep.
 PROGRAMS_BYTES = 1 << 30
 
@@ -172,6 +177,13 @@ def open_model(values: flags.FlagValues) -> Model:
         )
 
 
+def count_bar() -> Progress:
+    """A bar on standard error, on a terminal only, for tasks that are counted."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
 def tokenizer_of(model: Model) -> Tokenizer:
     """The model's tokenizer; a StokerError where it has none."""
     if model.tokenizer is None:
@@ -213,7 +225,7 @@ def new_engine(values: flags.FlagValues, model: Model, needed: int) -> Engine:
     context = values.context
     if context is None:
         context = min(round_context(needed), model.config.max_positions)
-    return Engine(model, slots=1, context=context)
+    return Engine(model, slots=1, context=context, shapes=ONE_SEQUENCE)
 
 
 def round_context(needed: int) -> int:

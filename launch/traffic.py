@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from absl import flags
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..engine.engine import Engine
 from ..engine.trace import Arrival, Replay, parse_trace, poisson_trace, replay
 from ..models.errors import StokerError
 from ..models.loading import Model
-from .common import read_text
+from .common import count_bar, read_text
 
 _PERCENTILES = (50, 90, 99)
 
@@ -97,7 +96,7 @@ def measure(values: flags.FlagValues, model: Model, trace: list[Arrival]) -> dic
         mixed=values.mixed,
     )
     print(engine, file=sys.stderr)
-    with _bar() as bar:
+    with count_bar() as bar:
         task = bar.add_task("compiling")
         engine.warmup(advance=lambda done, total: bar.update(task, completed=done, total=total))
         task = bar.add_task("replaying")
@@ -109,12 +108,6 @@ def measure(values: flags.FlagValues, model: Model, trace: list[Arrival]) -> dic
     report = _report(model, engine, result)
     _print(report)
     return report
-
-
-def _bar() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def _report(model: Model, engine: Engine, result: Replay) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_models import SIZES, Case, edit_json, make, write
+from load_memory import load_growth
 from running import CASES
 from safetensors.numpy import load_file, save_file
 
@@ -275,30 +274,10 @@ def test_the_command_replies_as_transformers_does(folder, capsys):
     assert result["ids"] == reply[0, len(ids) :].tolist()
 
 
-# On Linux ru_maxrss survives exec, so a child would start at its parent's peak.
-MEASURE = """
-import pathlib, re, resource, sys
-import jax
-from stoker.models.loading import load_model
-from stoker.models.ops import cpu
-def peak():
-    if sys.platform == "linux":
-        status = pathlib.Path("/proc/self/status").read_text()
-        return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-jax.devices(), cpu.load()
-before = peak()
-model = load_model(sys.argv[1], kernels="cpu")
-print(peak() - before, model.file_bytes)
-"""
-
-
 def test_loading_takes_little_more_memory_than_the_files(tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 10}
     folder = write(make(Case("Llama", sizes)), tmp_path, max_shard_size="80MB")
-    command = [sys.executable, "-c", MEASURE, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    grown, file_bytes = map(float, result.stdout.split())
+    grown, file_bytes = load_growth(folder, "cpu")
     assert file_bytes > 120e6
     # The parameters alone are nearly the files' size: less would mean a broken measurement.
     assert 0.9 * file_bytes < grown < 1.7 * file_bytes, (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import gguf
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf_files import Tiny, hf_weights, write_gguf
+from load_memory import load_growth
 from tiny import HF_NAMES
 
 from stoker.models.checkpoints.gguf import GGUFCheckpoint
@@ -287,30 +286,9 @@ def test_smollm2(smollm2):
         np.testing.assert_array_equal(densify(weight[np.arange(192)]), want)
 
 
-# On Linux ru_maxrss survives exec, so a child would start at its parent's peak.
-MEASURE = """
-import pathlib, re, resource, sys
-import jax
-from stoker.models.loading import load_model
-from stoker.models.ops import cpu
-from stoker.models.parameters import is_weight
-def peak():
-    if sys.platform == "linux":
-        status = pathlib.Path("/proc/self/status").read_text()
-        return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-jax.devices(), cpu.load()
-before = peak()
-model = load_model(sys.argv[1], kernels=sys.argv[2])
-print(peak() - before, model.file_bytes)
-"""
-
-
 @pytest.mark.parametrize("kernels", ["xla", "cpu"])
 def test_loading_takes_little_more_memory_than_the_file(smollm2_path, kernels):
-    command = [sys.executable, "-c", MEASURE, str(smollm2_path), kernels]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    grown, file_bytes = map(float, result.stdout.split())
+    grown, file_bytes = load_growth(smollm2_path, kernels)
     # The parameters alone are nearly the file's size: less would mean a broken measurement.
     assert 0.9 * file_bytes < grown < 1.6 * file_bytes, (
         f"{grown / 1e6:.0f} MB for a file of {file_bytes / 1e6:.0f} MB"

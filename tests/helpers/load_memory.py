@@ -1,0 +1,32 @@
+"""How much memory loading a model takes, in a process of its own."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+# On Linux ru_maxrss survives exec, so a child would start at its parent's peak.
+MEASURE = """
+import pathlib, re, resource, sys
+import jax
+from stoker.models.loading import load_model
+from stoker.models.ops import cpu
+def peak():
+    if sys.platform == "linux":
+        status = pathlib.Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+jax.devices(), cpu.load()
+before = peak()
+model = load_model(sys.argv[1], kernels=sys.argv[2])
+print(peak() - before, model.file_bytes)
+"""
+
+
+def load_growth(path: pathlib.Path, kernels: str) -> tuple[float, float]:
+    """Bytes by which the peak of memory grew, and bytes of the checkpoint."""
+    command = [sys.executable, "-c", MEASURE, str(path), kernels]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    grown, file_bytes = map(float, result.stdout.split())
+    return grown, file_bytes
