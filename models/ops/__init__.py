@@ -8,13 +8,15 @@ from .dispatch import (
     embed,
     gated_matmul,
     grouped_matmul,
+    head_matmul,
     largest,
+    latent_attention,
     logsumexp,
     matmul,
     products,
     sample,
 )
-from .elementwise import activate, rms_norm, rotary_tables, softcap
+from .elementwise import activate, rms_norm, rotary_tables, rotate, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
@@ -26,12 +28,15 @@ __all__ = [
     "embed",
     "gated_matmul",
     "grouped_matmul",
+    "head_matmul",
     "largest",
+    "latent_attention",
     "logsumexp",
     "matmul",
     "products",
     "rms_norm",
     "rotary_tables",
+    "rotate",
     "sample",
     "softcap",
     "uniforms",
