@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from ..models.config import ModelConfig
 from ..models.transformer import LayerCache
-from ..sharding import sharding
 from .pages import PAGE_TOKENS
 
+#: Logical axes of key and value pages.
+CACHE_AXES = {
+    "k": ("pages", "kv_heads", None, "context"),
+    "v": ("pages", "kv_heads", "context", None),
+}
 #: Key pages `[P, K, H, Z]` and value pages `[P, K, Z, H]` of each layer: separate buffers, so that
 #: donating them lets every step write in place. Keys of neighbouring tokens lie together, since a
 #: query meets them element by element; values token by token, since they are added up so.
@@ -24,21 +29,30 @@ def new_cache(
 ) -> Cache:
     """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.kv_dtype`.
 
-    On a mesh, KV heads are split as the projections that fill them.
+    On a mesh, each part of its `data` axis has so many pages of its own, numbered alike; devices
+    along its `sequence` axis have `page_tokens` of every page each; and KV heads lie where the
+    projections that fill them do. Each device gets its part, and no other memory is used.
     """
-    heads = (n_pages + 1, config.n_kv_heads)
-    placement = None
-    if mesh is not None:
-        placement = sharding((None, "kv_heads", None, None), (*heads, 1, 1), mesh)
+    split, heads = config.split, config.heads
+    pages = (n_pages + 1) * split.degree("pages")
+    Z = page_tokens * split.degree("context")
+    shapes = {"k": (config.head_dim, Z), "v": (Z, config.head_dim)}
 
-    def pages(*shape: int) -> jax.Array:
-        return jnp.zeros((*heads, *shape), config.cache_dtype, device=placement)
+    def buffer(name: str) -> jax.Array:
+        placement = None if mesh is None else NamedSharding(mesh, split.spec(CACHE_AXES[name]))
+        shape = (pages, heads.kv.padded, *shapes[name])
+        return jnp.zeros(shape, config.cache_dtype, device=placement)
 
-    Z, H = page_tokens, config.head_dim
-    return tuple((pages(H, Z), pages(Z, H)) for _ in range(config.n_layers))
+    return tuple((buffer("k"), buffer("v")) for _ in range(config.n_layers))
 
 
 def token_bytes(config: ModelConfig) -> int:
-    """Bytes that one token's keys and values take over all layers."""
+    """Bytes that one token's keys and values take over all layers, padding and copies left out."""
     width = config.n_kv_heads * config.head_dim
     return 2 * config.n_layers * width * config.cache_dtype.itemsize
+
+
+def page_bytes(config: ModelConfig, page_tokens: int = PAGE_TOKENS) -> int:
+    """Bytes of one page over all layers, on each device: of `page_tokens` tokens and its heads."""
+    width = config.heads.kv.width * config.head_dim
+    return 2 * config.n_layers * width * config.cache_dtype.itemsize * page_tokens

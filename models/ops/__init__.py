@@ -4,6 +4,7 @@
 """
 
 from .dispatch import (
+    AnyWeight,
     attention,
     embed,
     gated_matmul,
@@ -13,12 +14,14 @@ from .dispatch import (
     matmul,
     products,
     sample,
+    shared_attention,
 )
 from .elementwise import activate, rms_norm, rotary_tables, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
 __all__ = [
+    "AnyWeight",
     "Layout",
     "Sampling",
     "activate",
@@ -33,6 +36,7 @@ __all__ = [
     "rms_norm",
     "rotary_tables",
     "sample",
+    "shared_attention",
     "softcap",
     "uniforms",
 ]

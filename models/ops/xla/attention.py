@@ -48,16 +48,53 @@ def attention(
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
+    _, total, weighted, k_pages, v_pages = partial_attention(
+        q, k, v, k_pages, v_pages, layout, scale=scale, window=window, softcap=softcap
+    )
+    return finished(weighted, total).astype(q.dtype), k_pages, v_pages
+
+
+def finished(weighted: jax.Array, total: jax.Array) -> jax.Array:
+    """Attention output `[T, N, H]` from sums of weighted values and of weights."""
+    return weighted / jnp.maximum(total, 1e-30)[..., None]
+
+
+def partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`attention` before its division, over one of `shares` equal shares of each page's tokens.
+
+    A page holds `shares * Z` tokens; this share's pages are the Z from `share * Z` on.
+
+    Returns:
+      For each row and query head, float32: the peak of the scores `[T, N]`, the sum of weights
+      relative to it `[T, N]` (NaN in rows past their pages), and that of weighted values
+      `[T, N, H]`; and both page pools.
+    """
     T, N, H = q.shape
     K, Z = v_pages.shape[1:3]
     S, M = layout.page_table.shape
     Q, G = layout.max_query, N // K
+    whole, before = Z * shares, Z * share
     slot, position = layout.rows(T)
 
-    full = position >= M * Z
-    live = (position >= 0) & ~full
-    page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
-    offset = jnp.where(live, position % Z, 0)
+    full = position >= M * whole
+    offset = position % whole - before
+    live = (position >= 0) & ~full & (offset >= 0) & (offset < Z)
+    place = jnp.clip(position // whole, 0, M - 1)
+    page = jnp.where(live, layout.page_table[slot, place], DUMP_PAGE)
+    offset = jnp.where(live, offset, 0)
     k_pages = k_pages.at[page, :, :, offset].set(k.astype(k_pages.dtype))
     v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype))
 
@@ -74,7 +111,8 @@ def attention(
         ids = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
         keys = k_pages[ids].transpose(0, 1, 4, 2, 3).reshape(S, pages * Z, K, H)
         values = v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H).astype(jnp.float32)
-        key_position = index * pages * Z + jnp.arange(pages * Z)
+        at = jnp.arange(pages * Z)
+        key_position = (index * pages + at // Z) * whole + before + at % Z
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         stale = key_position >= layout.kv_lens[:, None]
         values = jnp.where(stale[:, :, None, None], 0, values)
@@ -95,10 +133,10 @@ def attention(
         return new_peak, total, weighted
 
     zeros = jnp.zeros((S, Q, K, G), jnp.float32)
-    rounds = (jnp.max(layout.kv_lens) + pages * Z - 1) // (pages * Z)
+    rounds = (jnp.max(layout.kv_lens) + pages * whole - 1) // (pages * whole)
     first = (zeros + _MASKED, zeros, jnp.zeros((S, Q, K, G, H), jnp.float32))
-    _, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
-    result = weighted / jnp.maximum(total, 1e-30)[..., None]
+    peak, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
     rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
-    out = jnp.where(full[:, None, None], jnp.nan, result[slot, rank].reshape(T, N, H))
-    return out.astype(q.dtype), k_pages, v_pages
+    peak, total = (x[slot, rank].reshape(T, N) for x in (peak, total))
+    total = jnp.where(full[:, None], jnp.nan, total)
+    return peak, total, weighted[slot, rank].reshape(T, N, H), k_pages, v_pages
