@@ -4,6 +4,7 @@
 """
 
 from .dispatch import (
+    AnyWeight,
     attention,
     embed,
     gated_matmul,
@@ -15,12 +16,14 @@ from .dispatch import (
     matmul,
     products,
     sample,
+    shared_attention,
 )
 from .elementwise import activate, rms_norm, rotary_tables, rotate, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
 __all__ = [
+    "AnyWeight",
     "Layout",
     "Sampling",
     "activate",
@@ -38,6 +41,7 @@ __all__ = [
     "rotary_tables",
     "rotate",
     "sample",
+    "shared_attention",
     "softcap",
     "uniforms",
 ]
