@@ -61,12 +61,13 @@ def layer(
 ) -> tuple[jax.Array, LayerCache]:
     """One decoder layer on `x [T, D]`: attention, then MLP or experts, each with its residual."""
     if config.latent is not None:
-        mixed, *pages = latent_block(weights, *pages, x, turn, layout, config, config.latent)
+        mixed, kept = latent_block(weights, pages[0], x, turn, layout, config, config.latent)
+        pages = (kept,)
     else:
         mixed, pages = attention_block(weights, pages, x, turn, layout, config, kind)
     x = x + mixed * config.residual_scale
     mlp = experts_block if "router" in weights else mlp_block
-    return x + mlp(weights, x, config) * config.residual_scale, tuple(pages)
+    return x + mlp(weights, x, config) * config.residual_scale, pages
 
 
 def attention_block(
@@ -88,11 +89,13 @@ def attention_block(
     q, k, v = (part.reshape(x.shape[0], -1, config.head_dim) for part in (q, k, v))
     if config.qk_norm == "head":
         q, k = _qk_norms(weights, q, k, config)
-    out, *new_pages = ops.attention(
+    key_pages, value_pages = pages
+    out, keys, values = ops.attention(
         q,
         k,
         v,
-        *pages,
+        key_pages,
+        value_pages,
         layout,
         config.kernels,
         turn=turn,
@@ -104,7 +107,7 @@ def attention_block(
     out = _biased(weights, "o", out)
     if config.post_norm:
         out = ops.rms_norm(out, weights["attn_post_norm"], config.norm_eps)
-    return out, tuple(new_pages)
+    return out, (keys, values)
 
 
 def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
