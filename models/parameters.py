@@ -168,8 +168,8 @@ def is_weight(node: Any) -> bool:
 
 
 def count_bytes(params: Params) -> int:
-    """Bytes of all leaves."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    """Bytes of all leaves, which may be shapes without values."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def count_elements(abstract: Params) -> int:

@@ -77,8 +77,8 @@ def layer(
 ) -> tuple[jax.Array, LayerCache]:
     """One decoder layer on `x [T, D]`: attention, then MLP or experts, each with its residual."""
     if config.latent is not None:
-        mixed, latent = latent_block(weights, pages[0], x, turn, layout, config, config.latent)
-        pages = (latent,)
+        mixed, kept = latent_block(weights, pages[0], x, turn, layout, config, config.latent)
+        pages = (kept,)
     else:
         mixed, pages = attention_block(weights, pages, x, turn, layout, config, kind)
     x = x + mixed * config.residual_scale
@@ -110,7 +110,7 @@ def attention_block(
     if context:
         attend = functools.partial(ops.shared_attention, axes=context)
     k_pages, v_pages = pages
-    out, *new_pages = attend(
+    out, keys, values = attend(
         q,
         k,
         v,
@@ -127,7 +127,7 @@ def attention_block(
     out = _biased(weights, "o", total(out, config.split.axes("heads")))
     if config.post_norm:
         out = ops.rms_norm(out, weights["attn_post_norm"], config.norm_eps)
-    return out, tuple(new_pages)
+    return out, (keys, values)
 
 
 def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:

@@ -90,12 +90,18 @@ class TensorUse:
       shape: of the whole tensor, or of each.
       rows: which of its rows are the parameter's.
       added: what is added to each element.
+      heads: the rows are those of so many heads, each of which gets a matrix of its own; 0: one
+        matrix.
+      transposed: each head's matrix is turned. A quantised one becomes dense, since its groups run
+        along what were its columns.
     """
 
     tensors: tuple[str, ...]
     shape: tuple[int, ...]
     rows: slice
     added: float = 0.0
+    heads: int = 0
+    transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +134,14 @@ class Naming:
                 if bias in self.tensors
             )
         return fields
+
+    def fitting(self, tensors: Container[str]) -> Naming:
+        """The naming of a checkpoint with these tensors, where a format has several."""
+        return self
+
+    def unread(self, name: str, config: ModelConfig) -> bool:
+        """Whether the tensor `name` belongs to a part of the model that is not loaded."""
+        return False
 
     def uses(self, config: ModelConfig) -> dict[str, TensorUse]:
         """How each parameter of `abstract_params(config)`, by its dotted path, is made."""
