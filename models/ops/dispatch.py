@@ -102,6 +102,7 @@ def attention(
     *,
     turn: tuple[jax.Array, jax.Array],
     scale: float,
+    sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -115,12 +116,17 @@ def attention(
             *(q, k, v, k_pages, v_pages, layout),
             turn=turn,
             scale=scale,
+            sinks=sinks,
             window=window,
             softcap=softcap,
         )
     q, k = rotate(q, *turn), rotate(k, *turn)
     return xla.attention(
-        q, k, v, k_pages, v_pages, layout, scale=scale, window=window, softcap=softcap
+        *(q, k, v, k_pages, v_pages, layout),
+        scale=scale,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
     )
 
 

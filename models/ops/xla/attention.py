@@ -24,6 +24,7 @@ def attention(
     layout: Layout,
     *,
     scale: float,
+    sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -42,6 +43,8 @@ def attention(
       layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
         output is NaN.
       scale: factor on the scores, usually H ** -0.5.
+      sinks: float32 `[N]`, one more score for each query head, which takes its share of the
+        softmax and has no value (GPT-OSS; Xiao et al. 2023 on why it helps); None for none.
       window: tokens that a row sees, itself included; 0 for all.
       softcap: scores become softcap * tanh(score / softcap); 0 for none.
 
@@ -96,7 +99,11 @@ def attention(
 
     zeros = jnp.zeros((S, Q, K, G), jnp.float32)
     rounds = (jnp.max(layout.kv_lens) + pages * Z - 1) // (pages * Z)
-    first = (zeros + _MASKED, zeros, jnp.zeros((S, Q, K, G, H), jnp.float32))
+    if sinks is None:
+        peak, total = zeros + _MASKED, zeros
+    else:
+        peak, total = zeros + sinks.reshape(K, G), zeros + 1
+    first = (peak, total, jnp.zeros((S, Q, K, G, H), jnp.float32))
     _, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
     result = weighted / jnp.maximum(total, 1e-30)[..., None]
     rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
