@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from .errors import StokerError
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+#: What is made of gate and up; see `ops.elementwise.gated`.
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 DTYPES = ("float32", "bfloat16")
 PLATFORMS = ("xla", "cpu")
 ACTIVATION_TYPES = ("float32", "int8")
@@ -144,7 +145,8 @@ class ModelConfig:
       tied_head: the embedding table is the output head too.
       attention_bias: query, key and value projections have biases.
       output_bias: the projection after attention has one.
-      mlp_bias: the three projections of the MLP have.
+      attention_sinks: each query head has a score that joins every softmax and has no value.
+      mlp_bias: the three projections of the MLP, or of each expert, have biases.
       pre_norm: attention and MLP read their input through a norm.
       post_norm: their output goes through a norm before the residual sum.
       qk_norm: norm of queries and keys before rotation, one of `QK_NORMS`.
@@ -158,6 +160,7 @@ class ModelConfig:
       n_experts: E, MLPs of each layer, of which a router picks a few for each token; 0: one MLP.
       experts_per_token: how many it picks.
       expert_norm: the weights of those it picks are made to sum to one.
+      router_bias: its scores have a bias.
       dtype: what activations are computed in, one of `DTYPES`.
       kv_dtype: what keys and values are kept in, likewise.
       kernels: who does the arithmetic.
@@ -179,6 +182,7 @@ class ModelConfig:
     tied_head: bool = False
     attention_bias: bool = False
     output_bias: bool = False
+    attention_sinks: bool = False
     mlp_bias: bool = False
     pre_norm: bool = True
     post_norm: bool = False
@@ -193,6 +197,7 @@ class ModelConfig:
     n_experts: int = 0
     experts_per_token: int = 0
     expert_norm: bool = True
+    router_bias: bool = False
     dtype: str = "float32"
     kv_dtype: str = "float32"
     kernels: Kernels = Kernels()
@@ -213,8 +218,6 @@ class ModelConfig:
                 f"{self.experts_per_token} experts for each token of {self.n_experts}; at least "
                 "one and at most all can serve"
             )
-        if self.n_experts and self.mlp_bias:
-            raise StokerError("experts with biases are not supported; give a model without them")
         self._check_kinds()
         self._check_numbers()
         choices = (("activation", ACTIVATIONS), ("qk_norm", QK_NORMS))

@@ -18,15 +18,19 @@ def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
     if config.pre_norm:
         x = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps)
     scores = ops.products(x, (weights["router"],), config.kernels, dtype=jnp.dtype("float32"))[0]
+    scores = scores + weights.get("router_bias", 0.0)
     shares, chosen = route(scores, config.experts_per_token, config.expert_norm)
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=config.n_experts).astype(jnp.int32)
     rows = x[order // config.experts_per_token]
-    gate = ops.grouped_matmul(rows, weights["expert_gate"], sizes)
-    up = ops.grouped_matmul(rows, weights["expert_up"], sizes)
-    hidden = ops.activate(gate, config.activation) * up
-    out = ops.grouped_matmul(hidden, weights["expert_down"], sizes)
+    matrices = (weights["expert_gate"], weights["expert_up"])
+    biases = weights.get("expert_gate_bias"), weights.get("expert_up_bias")
+    gate, up = ops.grouped_products(rows, matrices, sizes, config.kernels, biases)
+    down, bias = weights["expert_down"], weights.get("expert_down_bias")
+    out = ops.grouped_gated_matmul(
+        gate, up, down, sizes, config.kernels, config.activation, bias
+    )
     out = out[jnp.argsort(order)].reshape(*shares.shape, -1)
     mixed = jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
     if config.post_norm:

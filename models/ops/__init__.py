@@ -7,25 +7,27 @@ from .dispatch import (
     attention,
     embed,
     gated_matmul,
-    grouped_matmul,
+    grouped_gated_matmul,
+    grouped_products,
     largest,
     logsumexp,
     matmul,
     products,
     sample,
 )
-from .elementwise import activate, rms_norm, rotary_tables, softcap
+from .elementwise import gated, rms_norm, rotary_tables, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
 __all__ = [
     "Layout",
     "Sampling",
-    "activate",
     "attention",
     "embed",
+    "gated",
     "gated_matmul",
-    "grouped_matmul",
+    "grouped_gated_matmul",
+    "grouped_products",
     "largest",
     "logsumexp",
     "matmul",
