@@ -6,6 +6,7 @@ from .library import ISAS, Library, load, why_unavailable
 from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
 from .peak import peak_operations
+from .prepare import prepare
 from .sample import largest, logsumexp, sample
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "matmul",
     "pack",
     "peak_operations",
+    "prepare",
     "products",
     "sample",
     "unpack",

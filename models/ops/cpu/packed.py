@@ -176,18 +176,30 @@ def block_size(group: int, bits: int) -> int:
 
 
 def can_pack(array: QuantArray) -> bool:
-    """Whether `pack` takes this array: its groups must be whole fours of columns."""
-    return block_size(array.group, 8) > 0
+    """Whether `pack` takes this array.
+
+    Its groups must be whole fours of columns, and its codes integers, or levels that are integers
+    times a power of two.
+    """
+    whole = not array.levels or _denominator(array.levels) > 0
+    integers = jnp.issubdtype(array.codes.dtype, jnp.integer)
+    return integers and whole and block_size(array.group, 8) > 0
 
 
 def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     """`array` in the layout of the CPU kernels, exactly; about as many bytes.
 
     Runs in numpy on concrete arrays, whose result goes into buffers from `empty`, and in JAX on
-    traced ones. 4-bit codes in groups that are not whole eights of columns become 8-bit ones.
-    Raises StokerError if `can_pack` is False.
+    traced ones. 4-bit codes in groups that are not whole eights of columns become 8-bit ones, and
+    so do levels. Raises StokerError if `can_pack` is False.
     """
     if not can_pack(array):
+        if block_size(array.group, 8):
+            raise StokerError(
+                f"weight of shape {list(array.shape)} has codes of {array.codes.dtype} that stand "
+                "for no 8-bit integers; widen it with stoker.models.ops.cpu.prepare, or use the "
+                "reference implementation"
+            )
         raise StokerError(
             f"weight of shape {list(array.shape)} has {array.group} columns to a scale, which the "
             "CPU kernels cannot pack; use a multiple of 4, or the reference implementation"
@@ -214,6 +226,7 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
 
 def _pack(xp: ModuleType, leaves: QuantArray) -> PackedArray:
     """`pack` in NumPy or JAX."""
+    leaves = _whole_levels(xp, leaves)
     bits, codes, zero_point = leaves.bits, leaves.codes, leaves.zero_point
     block = block_size(leaves.group, bits)
     if bits == 4 and block != leaves.group:
@@ -257,6 +270,39 @@ def _pack(xp: ModuleType, leaves: QuantArray) -> PackedArray:
         group=leaves.group,
         block=block,
         padding=-leaves.shape[-2] % TILE,
+    )
+
+
+def _denominator(levels: tuple[float, ...]) -> int:
+    """The least power of two times which all `levels` are 8-bit integers; 0: there is none."""
+    for factor in (1 << power for power in range(8)):
+        if all(float(level * factor).is_integer() for level in levels):
+            return factor if all(-128 <= level * factor <= 127 for level in levels) else 0
+    return 0
+
+
+def _whole_levels(xp: ModuleType, array: QuantArray) -> QuantArray:
+    """`array` without levels: 8-bit integers in their place, and scales that make up for it."""
+    if not array.levels:
+        return array
+    factor = _denominator(array.levels)
+    table = xp.asarray(np.array(array.levels) * factor, xp.int8)
+    scale, super_scale = _scales(array.scale, array.super_scale, xp)
+    # Powers of two lose nothing in types with the exponents of float32.
+    share = np.float32(1 / factor)
+    if super_scale is not None:
+        super_scale = super_scale.astype(xp.float32) * share
+    elif scale.dtype == jnp.bfloat16:
+        scale = (scale.astype(xp.float32) * share).astype(scale.dtype)
+    else:
+        scale = scale.astype(xp.float32) * share
+    return dataclasses.replace(
+        array,
+        codes=table[_nibbles(xp, array.codes, array.group)],
+        scale=scale,
+        super_scale=super_scale,
+        bits=8,
+        levels=(),
     )
 
 
@@ -311,6 +357,8 @@ def _scales(values: Any, factor: Any, xp: ModuleType) -> tuple[Any, Any]:
         repeats = values.shape[-1] // factor.shape[-1]
         values = values.astype(xp.float32) * xp.repeat(factor.astype(xp.float32), repeats, axis=-1)
         factor = None
+    if factor is None and values.dtype == jnp.float8_e8m0fnu:
+        values = values.astype(jnp.bfloat16)  # has all its powers of two
     if factor is None and values.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         values = values.astype(xp.float32)
     return values, factor

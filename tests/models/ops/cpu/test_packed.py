@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantised import FORMATS, random_quant
+from quantised import FORMATS, random_floats, random_levels, random_quant
 
 from stoker.models.errors import StokerError
 from stoker.models.ops import cpu
@@ -65,3 +67,30 @@ def test_odd_groups_are_refused_by_name() -> None:
     assert not cpu.can_pack(array)
     with pytest.raises(StokerError, match=r"\[16, 12\] has 6 columns"):
         cpu.pack(array)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "float16", "bfloat16", "float32"])
+def test_levels_become_integers_and_keep_their_values(kind: str) -> None:
+    array = random_levels(kind, 37)
+    packed = cpu.pack(array)
+    assert packed.bits == 8
+    np.testing.assert_array_equal(dequantize(cpu.unpack(packed)), dequantize(array))
+    traced = jax.jit(cpu.pack)(jax.tree.map(jnp.asarray, array))
+    assert jax.tree.all(jax.tree.map(np.array_equal, packed, traced))
+
+
+def test_odd_levels_are_refused() -> None:
+    array = dataclasses.replace(random_levels("float32", 16), levels=(0.1,) * 16)
+    assert not cpu.can_pack(array)
+    with pytest.raises(StokerError, match="no 8-bit integers"):
+        cpu.pack(array)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("scale", "dtype"), [(None, "float32"), (0.25, "bfloat16")])
+def test_floats_become_as_wide_as_they_must(scale, dtype, kind) -> None:
+    array = random_floats(scale, 37, kind)
+    assert not cpu.can_pack(array)
+    wide = cpu.prepare(array)
+    assert wide.dtype == dtype
+    np.testing.assert_array_equal(wide.astype("float32"), dequantize(array))
