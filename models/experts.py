@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from . import ops
 from .config import ModelConfig
 from .parameters import Params
+from .parts import PLAIN_ROUTER
+from .routing import choose_experts
 
 
 def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -19,7 +21,11 @@ def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
         x = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps)
     scores = ops.products(x, (weights["router"],), config.kernels, dtype=jnp.dtype("float32"))[0]
     scores = scores + weights.get("router_bias", 0.0)
-    shares, chosen = route(scores, config.experts_per_token, config.expert_norm)
+    if config.router == PLAIN_ROUTER:
+        shares, chosen = route(scores, config.experts_per_token, config.expert_norm)
+    else:
+        rule = (config.experts_per_token, config.expert_norm, config.router)
+        shares, chosen = choose_experts(scores, weights.get("choice_bias"), *rule)
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=config.n_experts).astype(jnp.int32)
@@ -33,9 +39,18 @@ def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
     )
     out = out[jnp.argsort(order)].reshape(*shares.shape, -1)
     mixed = jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
+    if config.shared_d_ff:
+        mixed = mixed + _shared_mlp(weights, x, config)
     if config.post_norm:
         mixed = ops.rms_norm(mixed, weights["mlp_post_norm"], config.norm_eps)
     return mixed
+
+
+def _shared_mlp(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """The gated MLP that every row of the normed `x [T, D]` goes through."""
+    matrices = (weights["shared_gate"], weights["shared_up"])
+    gate, up = ops.products(x, matrices, config.kernels)
+    return ops.gated_matmul(gate, up, weights["shared_down"], config.kernels, config.activation)
 
 
 def route(scores: jax.Array, n_chosen: int, normalise: bool) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ from ..sharding import RULES, Rules, sharding
 from .config import ModelConfig
 from .errors import StokerError
 from .ops.cpu import PackedArray
+from .parts import Latent
 from .quantized import QuantArray
 
 #: A nested dict (layers: a tuple of dicts) of weights or of `Parameter`s.
@@ -57,6 +58,8 @@ def abstract_params(config: ModelConfig) -> Params:
         "v": Parameter((kv, D), ("kv_heads", "model")),
         "o": Parameter((D, q), ("model", "heads")),
     }
+    if config.latent is not None:
+        layer = _latent_attention(config, config.latent)
     if config.n_experts:
         E = config.n_experts
         layer |= {
@@ -65,12 +68,12 @@ def abstract_params(config: ModelConfig) -> Params:
             "expert_up": Parameter((E, F, D), ("experts", "ff", "model")),
             "expert_down": Parameter((E, D, F), ("experts", "model", "ff")),
         }
+        if config.router.choice_bias:
+            layer["choice_bias"] = Parameter((E,), (None,), "float32")
+        if config.shared_d_ff:
+            layer |= _gated_mlp(D, config.shared_d_ff, "shared_")
     else:
-        layer |= {
-            "gate": Parameter((F, D), ("ff", "model")),
-            "up": Parameter((F, D), ("ff", "model")),
-            "down": Parameter((D, F), ("model", "ff")),
-        }
+        layer |= _gated_mlp(D, F)
     if config.pre_norm:
         layer |= {"attn_norm": norm(D), "mlp_norm": norm(D)}
     if config.post_norm:
@@ -89,14 +92,51 @@ def abstract_params(config: ModelConfig) -> Params:
     for name in (name for name, present in biased.items() if present):
         outputs = layer[name]
         layer[f"{name}_bias"] = Parameter(outputs.shape[:-1], outputs.axes[:-1], "float32")
+    routed = ("router", "choice_bias", "expert_", "shared_")
+    dense = {name: leaf for name, leaf in layer.items() if not name.startswith(routed)}
+    dense |= _gated_mlp(D, config.dense_d_ff)
     tree = {
         "embedding": Parameter((V, D), ("vocab", "model")),
-        "layers": tuple(dict(layer) for _ in range(config.n_layers)),
+        "layers": tuple(
+            dict(dense if number < config.dense_layers else layer)
+            for number in range(config.n_layers)
+        ),
         "final_norm": norm(D),
     }
     if not config.tied_head:
         tree["head"] = Parameter((V, D), ("vocab", "model"))
     return tree
+
+
+def _gated_mlp(D: int, F: int, prefix: str = "") -> dict[str, Parameter]:
+    """The three matrices of an MLP of width F."""
+    return {
+        f"{prefix}gate": Parameter((F, D), ("ff", "model")),
+        f"{prefix}up": Parameter((F, D), ("ff", "model")),
+        f"{prefix}down": Parameter((D, F), ("model", "ff")),
+    }
+
+
+def _latent_attention(config: ModelConfig, latent: Latent) -> dict[str, Parameter]:
+    """The projections of latent attention (arXiv 2405.04434, section 2.1).
+
+    `k_b` and `v_b` hold a matrix for each head: `k_b` takes queries into the latent space (W_UK,
+    whose inputs are the elements of a head), `v_b` takes what was attended to out of it (W_UV).
+    """
+    D, N, R = config.d_model, config.n_heads, latent.kv_rank
+    inputs: tuple[int, str | None] = (latent.q_rank, None) if latent.q_rank else (D, "model")
+    query = Parameter((N * latent.head_dim, inputs[0]), ("heads", inputs[1]))
+    layer = {"q_b" if latent.q_rank else "q": query}
+    if latent.q_rank:
+        layer["q_a"] = Parameter((latent.q_rank, D), (None, "model"))
+        layer["q_a_norm"] = Parameter((latent.q_rank,), (None,), "float32")
+    return layer | {
+        "kv_a": Parameter((latent.width, D), (None, "model")),
+        "kv_a_norm": Parameter((R,), (None,), "float32"),
+        "k_b": Parameter((N, R, latent.nope_dim), ("heads", None, None)),
+        "v_b": Parameter((N, latent.v_dim, R), ("heads", None, None)),
+        "o": Parameter((D, N * latent.v_dim), ("model", "heads")),
+    }
 
 
 def named_parameters(abstract: Params) -> Iterator[tuple[str, Parameter]]:

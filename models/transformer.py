@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from . import ops
 from .config import LayerKind, ModelConfig
 from .experts import experts_block
+from .latent import latent_block
 from .parameters import Params
 
-#: Key pages `[P, K, H, Z]` and value pages `[P, K, Z, H]` of one layer.
-LayerCache = tuple[jax.Array, jax.Array]
+#: The pages of one layer, as `pages.layer_pages` describes them: keys and values, or latent ones.
+LayerCache = tuple[jax.Array, ...]
 
 
 def decoder(
@@ -27,7 +28,7 @@ def decoder(
 
     Args:
       params: the tree that `abstract_params(config)` describes.
-      cache: key and value pages of each of the L layers; updated in place where donated.
+      cache: the pages of each of the L layers; updated in place where donated.
       tokens: int32 `[T]`.
       layout: which slot and position each row has.
       config: the architecture (static).
@@ -59,10 +60,13 @@ def layer(
     kind: LayerKind,
 ) -> tuple[jax.Array, LayerCache]:
     """One decoder layer on `x [T, D]`: attention, then MLP or experts, each with its residual."""
-    mixed, pages = attention_block(weights, pages, x, turn, layout, config, kind)
+    if config.latent is not None:
+        mixed, *pages = latent_block(weights, *pages, x, turn, layout, config, config.latent)
+    else:
+        mixed, pages = attention_block(weights, pages, x, turn, layout, config, kind)
     x = x + mixed * config.residual_scale
-    mlp = experts_block if config.n_experts else mlp_block
-    return x + mlp(weights, x, config) * config.residual_scale, pages
+    mlp = experts_block if "router" in weights else mlp_block
+    return x + mlp(weights, x, config) * config.residual_scale, tuple(pages)
 
 
 def attention_block(
@@ -84,7 +88,7 @@ def attention_block(
     q, k, v = (part.reshape(x.shape[0], -1, config.head_dim) for part in (q, k, v))
     if config.qk_norm == "head":
         q, k = _qk_norms(weights, q, k, config)
-    out, keys, values = ops.attention(
+    out, *new_pages = ops.attention(
         q,
         k,
         v,
@@ -101,7 +105,7 @@ def attention_block(
     out = _biased(weights, "o", out)
     if config.post_norm:
         out = ops.rms_norm(out, weights["attn_post_norm"], config.norm_eps)
-    return out, (keys, values)
+    return out, tuple(new_pages)
 
 
 def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:

@@ -9,13 +9,15 @@ from .dispatch import (
     gated_matmul,
     grouped_gated_matmul,
     grouped_products,
+    head_matmul,
     largest,
+    latent_attention,
     logsumexp,
     matmul,
     products,
     sample,
 )
-from .elementwise import gated, rms_norm, rotary_tables, softcap
+from .elementwise import gated, rms_norm, rotary_tables, rotate, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
@@ -28,12 +30,15 @@ __all__ = [
     "gated_matmul",
     "grouped_gated_matmul",
     "grouped_products",
+    "head_matmul",
     "largest",
+    "latent_attention",
     "logsumexp",
     "matmul",
     "products",
     "rms_norm",
     "rotary_tables",
+    "rotate",
     "sample",
     "softcap",
     "uniforms",

@@ -124,6 +124,14 @@ def grouped_gated_matmul(
     return result.astype(gate.dtype)
 
 
+def head_matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
+    """`x [T, N, C]` times the transpose of each head's matrix of `weight [N, R, C]`: `[T, N, R]`.
+
+    The result has x's dtype. The reference does it on every platform, so far.
+    """
+    return xla.head_matmul(x, _plain(weight)).astype(x.dtype)
+
+
 def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
     if isinstance(weight, QuantArray):
         raise StokerError(
@@ -179,6 +187,23 @@ def attention(
         window=window,
         softcap=softcap,
     )
+
+
+def latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    kernels: Kernels,
+    *,
+    rank: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Appends latent vectors to the pages, and attends causally over live pages.
+
+    Args and results as of `xla.latent_attention`, which does it on every platform, so far.
+    """
+    return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
 
 
 def sample(

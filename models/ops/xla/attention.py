@@ -1,6 +1,8 @@
-"""Paged grouped-query attention over a flat token axis, in plain XLA."""
+"""Paged attention over a flat token axis, in plain XLA: of grouped queries, and latent."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -51,19 +53,91 @@ def attention(
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
-    T, N, H = q.shape
-    K, Z = v_pages.shape[1:3]
-    S, M = layout.page_table.shape
-    Q, G = layout.max_query, N // K
-    slot, position = layout.rows(T)
-
-    full = position >= M * Z
-    live = (position >= 0) & ~full
-    page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
-    offset = jnp.where(live, position % Z, 0)
+    H, (K, Z) = q.shape[-1], v_pages.shape[1:3]
+    page, offset = _places(layout, q.shape[0], Z)
     k_pages = k_pages.at[page, :, :, offset].set(k.astype(k_pages.dtype))
     v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype))
 
+    def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        S, pages = ids.shape
+        keys = k_pages[ids].transpose(0, 1, 4, 2, 3).reshape(S, pages * Z, K, H)
+        return keys, v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H)
+
+    out = _attend(q, read, (K, H), Z, layout, scale, sinks, window, softcap)
+    return out, k_pages, v_pages
+
+
+def latent_attention(
+    q: jax.Array, latent: jax.Array, pages: jax.Array, layout: Layout, *, rank: int, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Appends latent vectors to the pages, then attends causally over live pages.
+
+    Multi-head latent attention in its absorbed form (arXiv 2405.04434, section 2.1): all heads meet
+    one key per token, whose first numbers are the token's value too.
+
+    Args:
+      q: `[T, N, W]`: a query in the latent space, then its rotated part.
+      latent: `[T, W]`: the normed latent vector, then the rotated key.
+      pages: `[P, Z, W]`; donate it, and it is updated in place.
+      layout: where the rows sit, as for `attention`.
+      rank: R, how many of the W numbers are the value.
+      scale: factor on the scores.
+
+    Returns:
+      Attention output `[T, N, R]` in q's dtype, still in the latent space, and the pages.
+    """
+    Z, W = pages.shape[1:]
+    page, offset = _places(layout, q.shape[0], Z)
+    pages = pages.at[page, offset].set(latent.astype(pages.dtype))
+
+    def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = pages[ids].reshape(ids.shape[0], -1, 1, W)
+        return keys, keys[..., :rank]
+
+    return _attend(q, read, (1, rank), Z, layout, scale), pages
+
+
+def _places(layout: Layout, n_rows: int, Z: int) -> tuple[jax.Array, jax.Array]:
+    """The page and the offset in it that each of the rows writes to, int32 `[T]`."""
+    M = layout.page_table.shape[1]
+    slot, position = layout.rows(n_rows)
+    live = (position >= 0) & (position < M * Z)
+    page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
+    return page, jnp.where(live, position % Z, 0)
+
+
+def _attend(
+    q: jax.Array,
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    values_shape: tuple[int, int],
+    Z: int,
+    layout: Layout,
+    scale: float,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> jax.Array:
+    """Causal attention of `q [T, N, H]` over pages that hold this step's rows already.
+
+    Args:
+      q: queries.
+      read: keys `[S, C, K, H]` and values `[S, C, K, V]` of the C tokens in pages `[S, C/Z]`.
+      values_shape: K and V.
+      Z: tokens of a page.
+      layout: where the rows sit.
+      scale: as of `attention`, like the rest.
+      sinks: likewise.
+      window: likewise.
+      softcap: likewise.
+
+    Returns:
+      `[T, N, V]` in q's dtype.
+    """
+    T, N, H = q.shape
+    K, V = values_shape
+    S, M = layout.page_table.shape
+    Q, G = layout.max_query, N // K
+    slot, position = layout.rows(T)
     start = layout.query_start[:-1]
     row = jnp.minimum(start[:, None] + jnp.arange(Q), T - 1)
     queries = q[row].reshape(S, Q, K, G, H).astype(jnp.float32) * scale
@@ -75,15 +149,12 @@ def attention(
     def block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         peak, total, weighted = carry
         ids = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-        keys = k_pages[ids].transpose(0, 1, 4, 2, 3).reshape(S, pages * Z, K, H)
-        values = v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H).astype(jnp.float32)
+        keys, values = (part.astype(jnp.float32) for part in read(ids))
         key_position = index * pages * Z + jnp.arange(pages * Z)
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         stale = key_position >= layout.kv_lens[:, None]
         values = jnp.where(stale[:, :, None, None], 0, values)
-        scores = jnp.einsum(
-            "sqkgh,sckh->sqkgc", queries, keys.astype(jnp.float32), precision=_EXACT
-        )
+        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys, precision=_EXACT)
         scores = soften(scores, softcap)
         seen = key_position <= query_position[..., None]
         if window:
@@ -93,7 +164,7 @@ def attention(
         decay = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])
         total = total * decay + weights.sum(-1)
-        added = jnp.einsum("sqkgc,sckh->sqkgh", weights, values, precision=_EXACT)
+        added = jnp.einsum("sqkgc,sckv->sqkgv", weights, values, precision=_EXACT)
         weighted = weighted * decay[..., None] + added
         return new_peak, total, weighted
 
@@ -103,9 +174,10 @@ def attention(
         peak, total = zeros + _MASKED, zeros
     else:
         peak, total = zeros + sinks.reshape(K, G), zeros + 1
-    first = (peak, total, jnp.zeros((S, Q, K, G, H), jnp.float32))
+    first = (peak, total, jnp.zeros((S, Q, K, G, V), jnp.float32))
     _, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
     result = weighted / jnp.maximum(total, 1e-30)[..., None]
     rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
-    out = jnp.where(full[:, None, None], jnp.nan, result[slot, rank].reshape(T, N, H))
-    return out.astype(q.dtype), k_pages, v_pages
+    full = position >= M * Z
+    out = jnp.where(full[:, None, None], jnp.nan, result[slot, rank].reshape(T, N, V))
+    return out.astype(q.dtype)

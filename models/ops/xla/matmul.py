@@ -53,3 +53,18 @@ def grouped_matmul(
         return out
     groups = jnp.arange(len(sizes), dtype=jnp.int32)
     return out + bias[jnp.repeat(groups, sizes, total_repeat_length=len(x))]
+
+
+def head_matmul(x: jax.Array, weight: Weight) -> jax.Array:
+    """`x [T, N, C]`, each head times the transpose of its matrix of `weight [N, R, C]`.
+
+    Returns:
+      float32 `[T, N, R]`, computed as `matmul` does.
+    """
+    return jnp.einsum(
+        "tnc,nrc->tnr",
+        x,
+        densify(weight, x.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
