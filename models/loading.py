@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from .checkpoints.gguf import GGUFCheckpoint
+from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import Kernels, ModelConfig
 from .errors import StokerError
@@ -34,7 +35,7 @@ from .tokenizers.gguf import tokenizer_from_gguf
 
 _LOG = logging.getLogger("stoker")
 
-Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint
+Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint | QuantisedCheckpoint
 #: Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], None]
 
@@ -132,7 +133,11 @@ def open_checkpoint(path: pathlib.Path) -> Opened:
     if is_safetensors_folder(path):
         json = ConfigJson(read_json(path / "config.json"))
         family = family_of_type(json.value("model_type"))
-        files = SafetensorsCheckpoint.open(path)
+        files: Checkpoint
+        if json.has("quantization_config"):
+            files = open_prequantised(path, json.value("quantization_config"))
+        else:
+            files = SafetensorsCheckpoint.open(path)
         config = config_from_json(family, json, files.tensors)
         return Opened(files, family, config, lambda: tokenizer_from_folder(path))
     gguf = GGUFCheckpoint.open(path)
@@ -240,18 +245,25 @@ def load_params(
     }
     total, done = sum(sizes.values()), 0
     values: dict[str, Any] = {}
-    arena = Arena()
+    arena, widened = Arena(), 0
     for path in sorted(parameters, key=lambda path: -sizes[path]):
         order = naming.row_order(path, config)
         value = _parameter(checkpoint, uses[path], parameters[path], order)
         # Experts stay as they are: only the reference multiplies with them, so far.
         packs = isinstance(value, QuantArray) and value.ndim == 2
         if config.kernels.platform == "cpu" and packs:
-            value = cpu.pack(value, arena.empty)
+            value = cpu.prepare(value, arena.empty)
+            widened += not isinstance(value, cpu.PackedArray)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
         done += sizes[path]
         if progress is not None:
             progress(done, total)
+    if widened:
+        _LOG.warning(
+            "stoker: %d matrices of 8-bit floats are held as bfloat16 or float32, since the CPU "
+            "kernels multiply with integers only; kernels='xla' keeps them as they are",
+            widened,
+        )
     return unflatten(abstract, values)
 
 
@@ -267,13 +279,33 @@ def _parameter(
             value = part
             continue
         if value is None:
-            value = aligned_empty(parameter.shape, part.dtype)
-        value[index] = part
+            value = _stack_like(part, len(use.tensors))
+        _put(value, index, part, name)
     if parameter.dtype != "any":
         dense = dequantize(value) if isinstance(value, QuantArray) else value
         value = np.asarray(dense, parameter.dtype) + np.asarray(use.added, parameter.dtype)
     # A gather of rows moves codes and scales together: nothing is requantised.
     return value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+
+
+def _stack_like(part: Any, count: int) -> Any:
+    """Room for `count` arrays, quantised or not, like `part`."""
+    return jax.tree.map(lambda leaf: aligned_empty((count, *leaf.shape), leaf.dtype), part)
+
+
+def _put(stack: Any, index: int, part: Any, name: str) -> None:
+    """Puts an array into a stack; StokerError where it is of another format than the first."""
+    slots = jax.tree.map(lambda leaf: leaf[index], stack)
+    kinds = [
+        (jax.tree.structure(it), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(it)])
+        for it in (slots, part)
+    ]
+    if kinds[0] != kinds[1]:
+        raise StokerError(
+            f"tensor '{name}' is of another format than those of the other experts of its layer, "
+            "which is not supported; give a model whose experts are all alike"
+        )
+    jax.tree.map(lambda slot, leaf: np.copyto(slot, leaf), slots, part)
 
 
 def _some(names: list[str]) -> str:
