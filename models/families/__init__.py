@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ..errors import StokerError
 from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -23,7 +24,7 @@ __all__ = ["ALL", "FAMILIES", "Family", "family_for", "family_of_type"]
 
 ALL: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
-    *(GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, GRANITE),
+    *(GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, GRANITE, GPT_OSS),
 )
 #: By the architecture that GGUF files state.
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(

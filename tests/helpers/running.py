@@ -55,6 +55,13 @@ QWEN3_MOE = {
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "sliding_window": 16,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
+}
 CASES = {
     "llama": Case("Llama"),
     "llama-tied": Case("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -105,6 +112,17 @@ CASES = {
     "phi3-long": Case("Phi3", {**LONG_PHI3, "original_max_position_embeddings": 32}),
     "olmo2": Case("Olmo2"),
     "granite": Case("Granite", {**GRANITE, "tie_word_embeddings": True}),
+    "gpt-oss": Case("GptOss", GPT_OSS),
+    "gpt-oss-layers": Case(
+        "GptOss",
+        {
+            **GPT_OSS,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+        },
+    ),
 }
 #: Tokens of a prompt and of a forced reply to it, and rows of a chunk.
 LENGTH, REPLY, CHUNK = 75, 5, 32
