@@ -11,7 +11,8 @@ from ..sharding import WHOLE, HeadCut, Split, head_cut
 from .errors import StokerError
 from .parts import PLAIN_ROUTER, Latent, Router
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+#: What is made of gate and up; see `ops.elementwise.gated`.
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 DTYPES = ("float32", "bfloat16")
 PLATFORMS = ("xla", "cpu")
 ACTIVATION_TYPES = ("float32", "int8")
@@ -146,7 +147,8 @@ class ModelConfig:
       tied_head: the embedding table is the output head too.
       attention_bias: query, key and value projections have biases.
       output_bias: the projection after attention has one.
-      mlp_bias: the three projections of the MLP have.
+      attention_sinks: each query head has a score that joins every softmax and has no value.
+      mlp_bias: the three projections of the MLP, or of each expert, have biases.
       pre_norm: attention and MLP read their input through a norm.
       post_norm: their output goes through a norm before the residual sum.
       qk_norm: norm of queries and keys before rotation, one of `QK_NORMS`.
@@ -160,6 +162,7 @@ class ModelConfig:
       n_experts: E, MLPs of each layer, of which a router picks a few for each token; 0: one MLP.
       experts_per_token: how many it picks.
       expert_norm: the weights of those it picks are made to sum to one.
+      router_bias: its scores have a bias.
       router: how it scores and picks.
       dense_layers: so many layers at the start have one MLP in place of experts.
       dense_d_ff: width of that MLP; 0 without such layers.
@@ -190,6 +193,7 @@ class ModelConfig:
     tied_head: bool = False
     attention_bias: bool = False
     output_bias: bool = False
+    attention_sinks: bool = False
     mlp_bias: bool = False
     pre_norm: bool = True
     post_norm: bool = False
@@ -204,6 +208,7 @@ class ModelConfig:
     n_experts: int = 0
     experts_per_token: int = 0
     expert_norm: bool = True
+    router_bias: bool = False
     router: Router = PLAIN_ROUTER
     dense_layers: int = 0
     dense_d_ff: int = 0
@@ -231,8 +236,6 @@ class ModelConfig:
                 f"{self.experts_per_token} experts for each token of {self.n_experts}; at least "
                 "one and at most all can serve"
             )
-        if self.n_experts and self.mlp_bias:
-            raise StokerError("experts with biases are not supported; give a model without them")
         self._check_kinds()
         self._check_numbers()
         self._check_parts()

@@ -21,6 +21,7 @@ def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
     if config.pre_norm:
         x = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps)
     scores = ops.products(x, (weights["router"],), config.kernels, dtype=jnp.dtype("float32"))[0]
+    scores = scores + weights.get("router_bias", 0.0)
     if config.router == PLAIN_ROUTER:
         shares, chosen = route(scores, config.experts_per_token, config.expert_norm)
     else:
@@ -35,10 +36,13 @@ def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=n_held).astype(jnp.int32)
     rows = x[order // config.experts_per_token]
-    gate = ops.grouped_matmul(rows, weights["expert_gate"], sizes)
-    up = ops.grouped_matmul(rows, weights["expert_up"], sizes)
-    hidden = ops.activate(gate, config.activation) * up
-    out = ops.grouped_matmul(hidden, weights["expert_down"], sizes)
+    matrices = (weights["expert_gate"], weights["expert_up"])
+    biases = weights.get("expert_gate_bias"), weights.get("expert_up_bias")
+    gate, up = ops.grouped_products(rows, matrices, sizes, config.kernels, biases)
+    down, bias = weights["expert_down"], weights.get("expert_down_bias")
+    if bias is not None and width:
+        bias = jnp.where(part(width) == 0, bias, 0)  # once in the sum over parts
+    out = ops.grouped_gated_matmul(gate, up, down, sizes, config.kernels, config.activation, bias)
     if held:
         out = jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
     out = out[jnp.argsort(order)].reshape(*shares.shape, -1)

@@ -80,12 +80,16 @@ def abstract_params(config: ModelConfig) -> Params:
         layer |= {"q_norm": norm(config.head_dim, None), "k_norm": norm(config.head_dim, None)}
     if config.qk_norm == "full":
         layer |= {"q_norm": norm(q, "heads"), "k_norm": norm(kv, "kv_heads")}
+    if config.attention_sinks:
+        layer["sinks"] = Parameter((config.n_heads,), ("heads",), "float32")
     biased = {"q": config.attention_bias, "k": config.attention_bias, "v": config.attention_bias}
     biased |= {"o": config.output_bias}
-    biased |= {"gate": config.mlp_bias, "up": config.mlp_bias, "down": config.mlp_bias}
+    one = "expert_" if config.n_experts else ""
+    biased |= {f"{one}{name}": config.mlp_bias for name in ("gate", "up", "down")}
+    biased |= {"router": config.router_bias}
     for name in (name for name, present in biased.items() if present):
-        rows, axis = layer[name].shape[0], layer[name].axes[0]
-        layer[f"{name}_bias"] = Parameter((rows,), (axis,), "float32")
+        outputs = layer[name]
+        layer[f"{name}_bias"] = Parameter(outputs.shape[:-1], outputs.axes[:-1], "float32")
     routed = ("router", "choice_bias", "expert_", "shared_")
     dense = {name: leaf for name, leaf in layer.items() if not name.startswith(routed)}
     dense |= _gated_mlp(D, config.dense_d_ff)
@@ -153,7 +157,7 @@ def init_params(config: ModelConfig, key: jax.Array, scale: float = 1.0) -> Para
     """
     values = {}
     for index, (name, parameter) in enumerate(named_parameters(abstract_params(config))):
-        if len(parameter.shape) == 1:
+        if parameter.dtype != "any":
             fill = jnp.zeros if name.endswith("bias") else jnp.ones
             values[name] = fill(parameter.shape, parameter.dtype)
         else:

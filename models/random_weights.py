@@ -101,7 +101,7 @@ def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
     abstract = abstract_params(config)
     values: dict[str, Any] = {}
     for name, parameter in named_parameters(abstract):
-        if len(parameter.shape) == 1:
+        if parameter.dtype != "any":
             fill = jnp.zeros if name.endswith("bias") else jnp.ones
             values[name] = fill(parameter.shape, parameter.dtype)
         else:

@@ -120,6 +120,7 @@ def attention_block(
         config.kernels,
         turn=turn,
         scale=config.score_scale,
+        sinks=weights.get("sinks"),
         window=kind.window,
         softcap=config.attention_softcap,
     )

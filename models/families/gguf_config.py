@@ -199,11 +199,12 @@ def _rope(keys: Keys, head_dim: int, positions: int) -> Rope:
             original=keys.integer("rope.scaling.original_context_length", positions),
         )
     if kind == "yarn":
-        return _yarn(keys, theta, dims, positions)
+        return yarn(keys, theta, dims, positions)
     return Rope(theta, dims, scale=_linear_scale(keys, kind), factors=keys.factors(ROPE_FACTORS))
 
 
-def _yarn(keys: Keys, theta: float, dims: int, positions: int) -> Rope:
+def yarn(keys: Keys, theta: float, dims: int, positions: int, truncate: bool = True) -> Rope:
+    """The YaRN scaling that the file describes; `truncate` as of `yarn_factors`."""
     factor = keys.number("rope.scaling.factor")
     original = keys.integer("rope.scaling.original_context_length", positions)
     try:
@@ -214,6 +215,7 @@ def _yarn(keys: Keys, theta: float, dims: int, positions: int) -> Rope:
             original=original,
             beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+            truncate=truncate,
         )
         attention = yarn_attention_factor(factor)
     except (ValueError, ArithmeticError):

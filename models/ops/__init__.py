@@ -8,7 +8,8 @@ from .dispatch import (
     attention,
     embed,
     gated_matmul,
-    grouped_matmul,
+    grouped_gated_matmul,
+    grouped_products,
     head_matmul,
     largest,
     latent_attention,
@@ -18,7 +19,7 @@ from .dispatch import (
     sample,
     shared_attention,
 )
-from .elementwise import activate, rms_norm, rotary_tables, rotate, softcap
+from .elementwise import gated, rms_norm, rotary_tables, rotate, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
@@ -26,11 +27,12 @@ __all__ = [
     "AnyWeight",
     "Layout",
     "Sampling",
-    "activate",
     "attention",
     "embed",
+    "gated",
     "gated_matmul",
-    "grouped_matmul",
+    "grouped_gated_matmul",
+    "grouped_products",
     "head_matmul",
     "largest",
     "latent_attention",

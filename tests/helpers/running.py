@@ -73,6 +73,13 @@ DEEPSEEK = {
 GROUPS = {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
 DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 DEEPSEEK3 = {**DEEPSEEK, **GROUPS, "q_lora_rank": 32, "rope_parameters": DEEPSEEK_YARN}
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "sliding_window": 16,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
+}
 CASES = {
     "llama": Case("Llama"),
     "llama-tied": Case("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -148,6 +155,17 @@ CASES = {
             "norm_topk_prob": False,
             "rope_interleave": False,
             "q_lora_rank": None,
+        },
+    ),
+    "gpt-oss": Case("GptOss", GPT_OSS),
+    "gpt-oss-layers": Case(
+        "GptOss",
+        {
+            **GPT_OSS,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "num_key_value_heads": 8,
+            "attention_bias": False,
         },
     ),
 }

@@ -26,6 +26,7 @@ def attention(
     layout: Layout,
     *,
     scale: float,
+    sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -44,6 +45,8 @@ def attention(
       layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
         output is NaN.
       scale: factor on the scores, usually H ** -0.5.
+      sinks: float32 `[N]`, one more score for each query head, which takes its share of the
+        softmax and has no value (GPT-OSS; Xiao et al. 2023 on why it helps); None for none.
       window: tokens that a row sees, itself included; 0 for all.
       softcap: scores become softcap * tanh(score / softcap); 0 for none.
 
@@ -51,7 +54,11 @@ def attention(
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
     _, total, weighted, k_pages, v_pages = partial_attention(
-        q, k, v, k_pages, v_pages, layout, scale=scale, window=window, softcap=softcap
+        *(q, k, v, k_pages, v_pages, layout),
+        scale=scale,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
     )
     return finished(weighted, total).astype(q.dtype), k_pages, v_pages
 
@@ -70,6 +77,7 @@ def partial_attention(
     layout: Layout,
     *,
     scale: float,
+    sinks: jax.Array | None,
     window: int,
     softcap: float,
     share: jax.Array | int = 0,
@@ -95,8 +103,8 @@ def partial_attention(
         return keys, v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H)
 
     sums = _attend(
-        *(q, read, (K, H), Z, layout),
-        scale=scale,
+        *(q, read, (K, H), Z, layout, scale),
+        sinks=sinks,
         window=window,
         softcap=softcap,
         share=share,
@@ -132,7 +140,7 @@ def latent_attention(
         keys = pages[ids].reshape(ids.shape[0], -1, 1, W)
         return keys, keys[..., :rank]
 
-    _, total, weighted = _attend(q, read, (1, rank), Z, layout, scale=scale)
+    _, total, weighted = _attend(q, read, (1, rank), Z, layout, scale)
     return finished(weighted, total).astype(q.dtype), pages
 
 
@@ -156,8 +164,8 @@ def _attend(
     values_shape: tuple[int, int],
     Z: int,
     layout: Layout,
-    *,
     scale: float,
+    sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
     share: jax.Array | int = 0,
@@ -172,6 +180,7 @@ def _attend(
       Z: tokens of a page, or of this share of it.
       layout: where the rows sit.
       scale: as of `attention`, like the rest.
+      sinks: likewise.
       window: likewise.
       softcap: likewise.
       share: as of `partial_attention`, like its results.
@@ -219,7 +228,12 @@ def _attend(
 
     zeros = jnp.zeros((S, Q, K, G), jnp.float32)
     rounds = (jnp.max(layout.kv_lens) + pages * whole - 1) // (pages * whole)
-    first = (zeros + _MASKED, zeros, jnp.zeros((S, Q, K, G, V), jnp.float32))
+    if sinks is None:
+        peak, total = zeros + _MASKED, zeros
+    else:
+        # Of several shares one has the sinks.
+        peak, total = zeros + sinks.reshape(K, G), zeros + (share == 0)
+    first = (peak, total, jnp.zeros((S, Q, K, G, V), jnp.float32))
     peak, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
     rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
     peak, total = (x[slot, rank].reshape(T, N) for x in (peak, total))
