@@ -106,8 +106,7 @@ def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
             values[name] = fill(parameter.shape, parameter.dtype)
         else:
             array = _quantised(rng, parameter.shape, 4 if weights == "int4" else 8)
-            packs = config.kernels.platform == "cpu" and array.ndim == 2
-            values[name] = cpu.pack(array) if packs else array
+            values[name] = cpu.pack(array) if config.kernels.platform == "cpu" else array
     return unflatten(abstract, jax.tree.map(jnp.asarray, values))
 
 
