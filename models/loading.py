@@ -21,12 +21,14 @@ from .families import Family, family_for, family_of_type
 from .families.gguf_config import model_config as config_from_gguf
 from .families.hf_config import ConfigJson
 from .families.hf_config import model_config as config_from_json
-from .families.naming import Naming, TensorUse
-from .host_arrays import Arena, aligned_empty
+from .families.naming import Naming
+from .host_arrays import Arena
 from .json_files import read_json
 from .ops import cpu
-from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
-from .quantized import QuantArray, dequantize
+from .parameters import Params, abstract_params, unflatten
+from .quantise import Quantisation
+from .quantized import QuantArray
+from .reading import Progress, read_parameters
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
 from .tokenizers.folder import tokenizer_from_folder
@@ -35,8 +37,6 @@ from .tokenizers.gguf import tokenizer_from_gguf
 _LOG = logging.getLogger("stoker")
 
 Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint
-#: Called with the bytes done and the bytes in all.
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,7 @@ def load_model(
     kv_dtype: str | None = None,
     kernels: str | None = None,
     activations: str | None = None,
+    quantize: str | Quantisation | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a model by alias, GGUF file (any shard of a split one), folder or `hf:` name.
@@ -82,12 +83,15 @@ def load_model(
       kv_dtype: of cached keys and values; by default `dtype`, but bfloat16 beside int8 activations.
       kernels: "xla" or "cpu"; by default what `choose_kernels` says.
       activations: "float32" or "int8"; likewise.
+      quantize: makes the dense matrices of the checkpoint int8 or int4 as they are read, for
+        example "int4:group=64" (see `Quantisation.parse`).
       progress: told how many bytes of the checkpoint have been read.
 
     Raises:
       StokerError: the model cannot be found, is damaged or is not supported.
     """
     start = time.perf_counter()
+    how = Quantisation.parse(quantize) if isinstance(quantize, str) else quantize
     path = resolve(name)
     opened = open_checkpoint(path)
     chosen = choose_kernels(kernels, activations)
@@ -100,7 +104,7 @@ def load_model(
             f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
             f"{config.vocab_size} rows; convert the model again"
         )
-    params = load_params(opened.checkpoint, opened.family, config, progress=progress)
+    params = load_params(opened.checkpoint, opened.family, config, quantise=how, progress=progress)
     jax.block_until_ready(params)
     seconds = time.perf_counter() - start
     return Model(str(name), path, config, params, tokenizer, opened.checkpoint.file_bytes, seconds)
@@ -209,6 +213,7 @@ def load_params(
     config: ModelConfig,
     *,
     place: Callable[[str, np.ndarray], jax.Array] = lambda _, leaf: jax.device_put(leaf),
+    quantise: Quantisation | None = None,
     progress: Progress | None = None,
 ) -> Params:
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
@@ -221,59 +226,26 @@ def load_params(
       family: of the checkpoint.
       config: the architecture of the checkpoint.
       place: puts one leaf of a parameter (given its dotted path) on the device or devices.
+      quantise: what becomes of dense matrices; None: they stay dense.
       progress: told how many bytes of tensors have been read.
 
     Returns:
       The tree of `abstract_params(config)`: quantised matrices as `QuantArray` (packed where the
       CPU kernels run), dense ones in the file's own type, norms and biases in float32.
     """
-    abstract = abstract_params(config)
-    naming, tensors = naming_of(checkpoint, family), checkpoint.tensors
-    uses = naming.uses(config)
-    parameters = dict(named_parameters(abstract))
-    # Several parameters may share a tensor: each reads its rows of it.
-    sizes = {
-        path: sum(tensors[name].nbytes for name in use.tensors)
-        // use.shape[0]
-        * len(range(use.shape[0])[use.rows])
-        for path, use in uses.items()
-    }
-    total, done = sum(sizes.values()), 0
     values: dict[str, Any] = {}
     arena = Arena()
-    for path in sorted(parameters, key=lambda path: -sizes[path]):
-        order = naming.row_order(path, config)
-        value = _parameter(checkpoint, uses[path], parameters[path], order)
+    for path, value in read_parameters(
+        checkpoint, naming_of(checkpoint, family), config, quantise=quantise, progress=progress
+    ):
         # Experts stay as they are: only the reference multiplies with them, so far.
         packs = isinstance(value, QuantArray) and value.ndim == 2
         if config.kernels.platform == "cpu" and packs:
             value = cpu.pack(value, arena.empty)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        done += sizes[path]
-        if progress is not None:
-            progress(done, total)
-    return unflatten(abstract, values)
-
-
-def _parameter(
-    checkpoint: Checkpoint, use: TensorUse, parameter: Parameter, order: np.ndarray | None
-) -> Any:
-    """One parameter with NumPy leaves, its rows in `order` where that is given."""
-    value: Any = None
-    for index, name in enumerate(use.tensors):
-        part: Any = checkpoint.load(name, use.rows)
-        checkpoint.release(name)
-        if len(use.tensors) == 1 and part.shape == parameter.shape:
-            value = part
-            continue
-        if value is None:
-            value = aligned_empty(parameter.shape, part.dtype)
-        value[index] = part
-    if parameter.dtype != "any":
-        dense = dequantize(value) if isinstance(value, QuantArray) else value
-        value = np.asarray(dense, parameter.dtype) + np.asarray(use.added, parameter.dtype)
-    # A gather of rows moves codes and scales together: nothing is requantised.
-    return value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+        # The generator must not be left with the only other reference while it reads the next.
+        del value
+    return unflatten(abstract_params(config), values)
 
 
 def _some(names: list[str]) -> str:
