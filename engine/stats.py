@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+from .sequences import Plan
 
 
 @dataclasses.dataclass
@@ -65,3 +68,40 @@ class EngineStats:
         """Rows that were padding, of all that ran."""
         total = self.rows + self.padded_rows
         return self.padded_rows / total if total else 0.0
+
+    def count(
+        self,
+        plans: Sequence[Plan | None],
+        padded: int,
+        score_rows: int,
+        step_bytes: tuple[float, float],
+    ) -> None:
+        """Counts a step, and what each part of a mesh's data axis runs in it.
+
+        Parts read their weights at the same time, each its own: one reading is what a step takes.
+
+        Args:
+          plans: of each part.
+          padded: rows that each part ran, padding included.
+          score_rows: rows of a score step, likewise.
+          step_bytes: of the weights, and of one token's keys and values.
+        """
+        some = [plan for plan in plans if plan is not None]
+        weights, token = step_bytes
+        repeat = max(plan.repeat for plan in some)
+        ran, scored = any(plan.rows for plan in some), any(plan.score for plan in some)
+        self.steps += repeat
+        self.decode_steps += repeat if ran and all(plan.decodes for plan in some) else 0
+        self.weight_bytes += weights * (repeat * ran + scored)
+        n_rows, touched = 0, 0
+        for plan in some:
+            n_rows += plan.n_tokens * repeat
+            self.sequences += len(plan.rows) * repeat
+            live = sum(rows.start + rows.count for rows in plan.rows)
+            touched += (live + plan.n_tokens) * repeat if plan.rows else 0
+            if plan.score is not None:
+                n_rows += plan.score.count
+                touched += plan.score.start + 2 * plan.score.count
+        self.rows += n_rows
+        self.padded_rows += (padded * repeat * ran + score_rows * scored) * len(plans) - n_rows
+        self.kv_bytes += token * touched

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..sharding import Rules
 from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import Kernels, ModelConfig
@@ -26,6 +27,7 @@ from .host_arrays import Arena, aligned_empty
 from .json_files import read_json
 from .ops import cpu
 from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
+from .placement import place_params, split_config
 from .quantized import QuantArray, dequantize
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
@@ -51,6 +53,7 @@ class Model:
       tokenizer: of the checkpoint; None where weights are random.
       file_bytes: size of the checkpoint.
       load_seconds: from the name to the parameters on the device; None likewise.
+      mesh: the devices that the model is split over, as `config.split` says; None for one device.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Model:
     tokenizer: Tokenizer | None = dataclasses.field(repr=False)
     file_bytes: int
     load_seconds: float | None
+    mesh: jax.sharding.Mesh | None = None
 
 
 def load_model(
@@ -104,6 +108,20 @@ def load_model(
     jax.block_until_ready(params)
     seconds = time.perf_counter() - start
     return Model(str(name), path, config, params, tokenizer, opened.checkpoint.file_bytes, seconds)
+
+
+def place_model(model: Model, mesh: jax.sharding.Mesh, rules: Rules | None = None) -> Model:
+    """A model of one device, whose weights are not packed, on the devices of `mesh`.
+
+    `rules` take the place of `sharding.RULES` for the logical axes they name. To load one straight
+    onto the mesh, give `load_model` the mesh.
+
+    Raises:
+      StokerError: the rules contradict each other, or weights are packed.
+    """
+    config = split_config(model.config, mesh, rules)
+    params = place_params(model.params, config, mesh)
+    return dataclasses.replace(model, config=config, params=params, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True)
