@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ..models.config import ModelConfig
+from ..models.pages import PageArray, layer_pages, layer_token_bytes
 from ..models.transformer import LayerCache
 from .pages import PAGE_TOKENS
 
-#: Logical axes of key and value pages.
-CACHE_AXES = {
-    "k": ("pages", "kv_heads", None, "context"),
-    "v": ("pages", "kv_heads", "context", None),
-}
-#: Key pages `[P, K, H, Z]` and value pages `[P, K, Z, H]` of each layer: separate buffers, so that
-#: donating them lets every step write in place. Keys of neighbouring tokens lie together, since a
-#: query meets them element by element; values token by token, since they are added up so.
+#: The arrays of pages of each layer, as `models/pages.py` describes them: separate buffers, so that
+#: donating them lets every step write in place.
 Cache = tuple[LayerCache, ...]
 
 
@@ -33,26 +30,35 @@ def new_cache(
     along its `sequence` axis have `page_tokens` of every page each; and KV heads lie where the
     projections that fill them do. Each device gets its part, and no other memory is used.
     """
-    split, heads = config.split, config.heads
-    pages = (n_pages + 1) * split.degree("pages")
-    Z = page_tokens * split.degree("context")
-    shapes = {"k": (config.head_dim, Z), "v": (Z, config.head_dim)}
+    split = config.split
 
-    def buffer(name: str) -> jax.Array:
-        placement = None if mesh is None else NamedSharding(mesh, split.spec(CACHE_AXES[name]))
-        shape = (pages, heads.kv.padded, *shapes[name])
-        return jnp.zeros(shape, config.cache_dtype, device=placement)
+    def zeros(pages: PageArray) -> jax.Array:
+        sizes = [n_pages + 1, *pages.shape]
+        for at, name in enumerate(pages.axes):
+            if name == "kv_heads":
+                sizes[at] = config.heads.kv.padded
+            elif name is not None:
+                sizes[at] *= split.degree(name)
+        placement = None if mesh is None else NamedSharding(mesh, split.spec(pages.axes))
+        return jnp.zeros(sizes, config.cache_dtype, device=placement)
 
-    return tuple((buffer("k"), buffer("v")) for _ in range(config.n_layers))
+    return tuple(
+        tuple(zeros(pages) for pages in layer_pages(config, page_tokens))
+        for _ in range(config.n_layers)
+    )
 
 
 def token_bytes(config: ModelConfig) -> int:
-    """Bytes that one token's keys and values take over all layers, padding and copies left out."""
-    width = config.n_kv_heads * config.head_dim
-    return 2 * config.n_layers * width * config.cache_dtype.itemsize
+    """Bytes that one token takes over all layers, padding and copies of a mesh left out."""
+    return config.n_layers * layer_token_bytes(config)
 
 
 def page_bytes(config: ModelConfig, page_tokens: int = PAGE_TOKENS) -> int:
     """Bytes of one page over all layers, on each device: of `page_tokens` tokens and its heads."""
-    width = config.heads.kv.width * config.head_dim
-    return 2 * config.n_layers * width * config.cache_dtype.itemsize * page_tokens
+    elements = 0
+    for pages in layer_pages(config, page_tokens):
+        own = math.prod(pages.shape)
+        if "kv_heads" in pages.axes:
+            own = own // config.n_kv_heads * config.heads.kv.width
+        elements += own
+    return config.n_layers * elements * config.cache_dtype.itemsize

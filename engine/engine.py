@@ -9,7 +9,7 @@ from collections.abc import Generator, Hashable, Sequence
 
 from ..models.errors import StokerError
 from ..models.loading import Model
-from .accounting import step_cost
+from .accounting import CacheReads, weight_bytes
 from .capacity import choose_pages
 from .ledger import Ledger
 from .pages import PAGE_TOKENS, Pages
@@ -20,6 +20,7 @@ from .replies import ABORT, ERROR, Choice, Delta, Reply, Times
 from .runner import Advance, Dispatched, Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
+from .sequences import Rows
 from .shapes import Shapes, choose_shapes
 from .stats import EngineStats
 
@@ -121,8 +122,8 @@ class Engine:
             end_ids=sorted(self._end_ids),
             mesh=model.mesh,
         )
-        weights = step_cost(config, model.params, [1.0]).weights
-        self._step_bytes = (weights, self.runner.token_bytes)
+        self._weights = weight_bytes(config, model.params)
+        self._reads = CacheReads(config)
         self._ledger = Ledger(self._parts, self.stats, self._tokenizer, self._end_ids)
         self._streaming: dict[str, list[Delta]] = {}
         self._names = itertools.count()
@@ -352,7 +353,8 @@ class Engine:
                 times.started = times.started or now
             self._inflight = self.runner.dispatch(plans, lambda s: self._ledger.streams[s].params)
             sent = self._inflight
-            self.stats.count(sent.plans, sent.shape[0], self.shapes.score, self._step_bytes)
+            sizes = (sent.shape[0], self.shapes.score)
+            self.stats.count(sent.plans, sizes, self._weights.read, self._kv_bytes)
         elif previous is None:
             return False
         if previous is not None:
@@ -378,3 +380,8 @@ class Engine:
         self._inflight = None
         self._parts.restart()
         self.runner.reset()
+
+    def _kv_bytes(self, plan: Sequence[Rows]) -> float:
+        """Bytes of the cache that these rows read, and those that they write."""
+        written = self.runner.token_bytes * sum(rows.count for rows in plan)
+        return written + sum(self._reads.read(r.start + r.count, r.count) for r in plan)

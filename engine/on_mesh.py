@@ -11,9 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..models.config import ModelConfig
 from ..models.ops.cpu import PackedArray
+from ..models.pages import layer_pages
 from ..models.parameters import Params, abstract_params, is_weight
 from . import steps
-from .cache import CACHE_AXES
 
 #: A step with everything bound but its arrays.
 Arrays = Callable[..., Any]
@@ -41,10 +41,10 @@ def param_specs(params: Params, config: ModelConfig) -> Params:
     return jax.tree.unflatten(structure, specs)
 
 
-def cache_specs(config: ModelConfig) -> tuple[tuple[PartitionSpec, PartitionSpec], ...]:
+def cache_specs(config: ModelConfig) -> tuple[tuple[PartitionSpec, ...], ...]:
     """The partition of each buffer of the cache."""
-    pair = config.split.spec(CACHE_AXES["k"]), config.split.spec(CACHE_AXES["v"])
-    return (pair,) * config.n_layers
+    layer = tuple(config.split.spec(pages.axes) for pages in layer_pages(config, 1))
+    return (layer,) * config.n_layers
 
 
 def slot_spec(config: ModelConfig) -> PartitionSpec:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from .sequences import Plan
+from .sequences import Plan, Rows
 
 
 @dataclasses.dataclass
@@ -72,36 +72,34 @@ class EngineStats:
     def count(
         self,
         plans: Sequence[Plan | None],
-        padded: int,
-        score_rows: int,
-        step_bytes: tuple[float, float],
+        padded: tuple[int, int],
+        weight_bytes: Callable[[float], float],
+        kv_bytes: Callable[[Sequence[Rows]], float],
     ) -> None:
         """Counts a step, and what each part of a mesh's data axis runs in it.
 
-        Parts read their weights at the same time, each its own: one reading is what a step takes.
+        Parts read weights of their own at the same time: that of the most rows is what counts.
 
         Args:
           plans: of each part.
-          padded: rows that each part ran, padding included.
-          score_rows: rows of a score step, likewise.
-          step_bytes: of the weights, and of one token's keys and values.
+          padded: rows that each part ran, padding included, and those of a score step.
+          weight_bytes: of weights that a step of so many rows reads.
+          kv_bytes: of keys and values that rows read and write.
         """
         some = [plan for plan in plans if plan is not None]
-        weights, token = step_bytes
         repeat = max(plan.repeat for plan in some)
-        ran, scored = any(plan.rows for plan in some), any(plan.score for plan in some)
+        ran = [plan for plan in some if plan.rows]
+        scores = [plan.score for plan in some if plan.score is not None]
         self.steps += repeat
         self.decode_steps += repeat if ran and all(plan.decodes for plan in some) else 0
-        self.weight_bytes += weights * (repeat * ran + scored)
-        n_rows, touched = 0, 0
-        for plan in some:
-            n_rows += plan.n_tokens * repeat
-            self.sequences += len(plan.rows) * repeat
-            live = sum(rows.start + rows.count for rows in plan.rows)
-            touched += (live + plan.n_tokens) * repeat if plan.rows else 0
-            if plan.score is not None:
-                n_rows += plan.score.count
-                touched += plan.score.start + 2 * plan.score.count
+        n_rows = sum(plan.n_tokens for plan in ran) * repeat + sum(rows.count for rows in scores)
+        shapes = padded[0] * repeat * bool(ran) + padded[1] * bool(scores)
         self.rows += n_rows
-        self.padded_rows += (padded * repeat * ran + score_rows * scored) * len(plans) - n_rows
-        self.kv_bytes += token * touched
+        self.padded_rows += shapes * len(plans) - n_rows
+        self.sequences += sum(len(plan.rows) for plan in ran) * repeat
+        self.kv_bytes += sum(kv_bytes(plan.rows) for plan in ran) * repeat
+        self.kv_bytes += sum(kv_bytes((rows,)) for rows in scores)
+        if ran:
+            self.weight_bytes += weight_bytes(max(plan.n_tokens for plan in ran)) * repeat
+        if scores:
+            self.weight_bytes += weight_bytes(max(rows.count for rows in scores))

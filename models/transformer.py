@@ -11,10 +11,11 @@ from ..sharding.collectives import dealt, exchanged, joined, padded_rows, part, 
 from . import ops
 from .config import LayerKind, ModelConfig
 from .experts import experts_block
+from .latent import latent_block
 from .parameters import Params
 
-#: Key pages `[P, K, H, Z]` and value pages `[P, K, Z, H]` of one layer.
-LayerCache = tuple[jax.Array, jax.Array]
+#: The pages of one layer, as `pages.layer_pages` describes them: keys and values, or latent ones.
+LayerCache = tuple[jax.Array, ...]
 
 
 def decoder(
@@ -28,7 +29,7 @@ def decoder(
 
     Args:
       params: the tree that `abstract_params(config)` describes.
-      cache: key and value pages of each of the L layers; updated in place where donated.
+      cache: the pages of each of the L layers; updated in place where donated.
       tokens: int32 `[T]`.
       layout: which slot and position each row has.
       config: the architecture (static).
@@ -75,9 +76,13 @@ def layer(
     kind: LayerKind,
 ) -> tuple[jax.Array, LayerCache]:
     """One decoder layer on `x [T, D]`: attention, then MLP or experts, each with its residual."""
-    mixed, pages = attention_block(weights, pages, x, turn, layout, config, kind)
+    if config.latent is not None:
+        mixed, kept = latent_block(weights, pages[0], x, turn, layout, config, config.latent)
+        pages = (kept,)
+    else:
+        mixed, pages = attention_block(weights, pages, x, turn, layout, config, kind)
     x = x + mixed * config.residual_scale
-    mlp = experts_block if config.n_experts else mlp_block
+    mlp = experts_block if "router" in weights else mlp_block
     return x + mlp(weights, x, config) * config.residual_scale, pages
 
 
@@ -104,15 +109,18 @@ def attention_block(
     attend = ops.attention
     if context:
         attend = functools.partial(ops.shared_attention, axes=context)
+    k_pages, v_pages = pages
     out, keys, values = attend(
         q,
         k,
         v,
-        *pages,
+        k_pages,
+        v_pages,
         layout,
         config.kernels,
         turn=turn,
         scale=config.score_scale,
+        sinks=weights.get("sinks"),
         window=kind.window,
         softcap=config.attention_softcap,
     )

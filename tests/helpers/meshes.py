@@ -1,4 +1,4 @@
-"""The pure steps on meshes of forced host devices, against one device: for a process of its own."""
+"""The pure steps on meshes of forced host devices, against one device; in a process of its own."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ def shared_attention(
     axes: Sequence[str],
     turn: tuple[jax.Array, jax.Array],
     scale: float,
+    sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -42,7 +43,7 @@ def shared_attention(
       layout: of all T rows, padded ones included.
       axes: of the mesh, which the devices lie along.
       turn: cosines and sines `[T, dims/2]`, of all rows.
-      scale: as of `attention`; `window` and `softcap` likewise.
+      scale: as of `attention`; `sinks`, `window` and `softcap` likewise.
 
     Returns:
       Attention output `[T/n, N, H]` in q's dtype, and both page pools.
@@ -55,6 +56,7 @@ def shared_attention(
     peak, total, weighted, k_pages, v_pages = partial_attention(
         *(rotate(queries, *turn), rotate(keys, *turn), values, k_pages, v_pages, layout),
         scale=scale,
+        sinks=sinks,
         window=window,
         softcap=softcap,
         share=jax.lax.axis_index(axes),
