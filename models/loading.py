@@ -27,9 +27,10 @@ from .families.hf_config import model_config as config_from_json
 from .families.naming import Naming, TensorUse
 from .host_arrays import Arena, aligned_empty
 from .json_files import read_json
+from .narrowing import Source, narrowed
 from .ops import cpu
 from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
-from .placement import place_params, split_config
+from .placement import place_parameter, split_config
 from .quantized import QuantArray, dequantize
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
@@ -75,6 +76,8 @@ def load_model(
     kv_dtype: str | None = None,
     kernels: str | None = None,
     activations: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a model by alias, GGUF file (any shard of a split one), folder or `hf:` name.
@@ -88,6 +91,8 @@ def load_model(
       kv_dtype: of cached keys and values; by default `dtype`, but bfloat16 beside int8 activations.
       kernels: "xla" or "cpu"; by default what `choose_kernels` says.
       activations: "float32" or "int8"; likewise.
+      mesh: devices to split the model over, each of which gets its part straight from the file.
+      rules: in place of those of `sharding.RULES` for the logical axes they name.
       progress: told how many bytes of the checkpoint have been read.
 
     Raises:
@@ -98,6 +103,8 @@ def load_model(
     opened = open_checkpoint(path)
     chosen = choose_kernels(kernels, activations)
     config = choose_numerics(opened.config, dtype, kv_dtype, chosen)
+    if mesh is not None:
+        config = split_config(config, mesh, rules)
     check_tensors(opened.checkpoint, opened.family, config)
     tokenizer = opened.tokenizer()
     # More rows than tokens is padding; fewer would leave tokens without an embedding.
@@ -106,24 +113,10 @@ def load_model(
             f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
             f"{config.vocab_size} rows; convert the model again"
         )
-    params = load_params(opened.checkpoint, opened.family, config, progress=progress)
+    params = load_params(opened.checkpoint, opened.family, config, mesh=mesh, progress=progress)
     jax.block_until_ready(params)
-    seconds = time.perf_counter() - start
-    return Model(str(name), path, config, params, tokenizer, opened.checkpoint.file_bytes, seconds)
-
-
-def place_model(model: Model, mesh: jax.sharding.Mesh, rules: Rules | None = None) -> Model:
-    """A model of one device, whose weights are not packed, on the devices of `mesh`.
-
-    `rules` take the place of `sharding.RULES` for the logical axes they name. To load one straight
-    onto the mesh, give `load_model` the mesh.
-
-    Raises:
-      StokerError: the rules contradict each other, or weights are packed.
-    """
-    config = split_config(model.config, mesh, rules)
-    params = place_params(model.params, config, mesh)
-    return dataclasses.replace(model, config=config, params=params, mesh=mesh)
+    seconds, size = time.perf_counter() - start, opened.checkpoint.file_bytes
+    return Model(str(name), path, config, params, tokenizer, size, seconds, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +231,7 @@ def load_params(
     config: ModelConfig,
     *,
     place: Callable[[str, np.ndarray], jax.Array] = lambda _, leaf: jax.device_put(leaf),
+    mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
 ) -> Params:
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
@@ -249,7 +243,8 @@ def load_params(
       checkpoint: an open checkpoint.
       family: of the checkpoint.
       config: the architecture of the checkpoint.
-      place: puts one leaf of a parameter (given its dotted path) on the device or devices.
+      place: puts one leaf of a parameter (given its dotted path) on the device.
+      mesh: places parameters instead, as `config.split` says; rows are read part by part.
       progress: told how many bytes of tensors have been read.
 
     Returns:
@@ -271,14 +266,24 @@ def load_params(
     values: dict[str, Any] = {}
     arena, widened = Arena(), 0
     for path in sorted(parameters, key=lambda path: -sizes[path]):
-        order = naming.row_order(path, config)
-        value = _parameter(checkpoint, uses[path], parameters[path], order, config.compute_dtype)
+        source = (uses[path], parameters[path], naming.row_order(path, config))
+
+        def read(rows: slice, source: Source = source) -> Any:
+            own = narrowed(source, rows.start, rows.stop)
+            return _parameter(checkpoint, *own, config.compute_dtype)
+
+        done += sizes[path]
+        if mesh is not None:
+            values[path] = place_parameter(parameters[path], config, mesh, read, arena.empty)
+            if progress is not None:
+                progress(done, total)
+            continue
+        value = _parameter(checkpoint, *source, config.compute_dtype)
         packs = isinstance(value, QuantArray)
         if config.kernels.platform == "cpu" and packs:
             value = cpu.prepare(value, arena.empty)
             widened += not isinstance(value, cpu.PackedArray)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        done += sizes[path]
         if progress is not None:
             progress(done, total)
     if widened:
@@ -341,14 +346,14 @@ def _outputs(checkpoint: Checkpoint, use: TensorUse) -> Any:
     """The parameter that is some outputs of each expert in one tensor, an expert at a time."""
     (name,), value = use.tensors, None
     turned = _is_turned(checkpoint, name, use)
-    for expert in range(use.shape[0]):
+    for index, expert in enumerate(range(use.shape[0])[use.rows]):
         part: Any = checkpoint.load(name, slice(expert, expert + 1))
         part = jax.tree.map(
             lambda leaf: (leaf[0].swapaxes(0, 1) if turned else leaf[0])[use.outputs], part
         )
         if value is None:
-            value = _stack_like(part, use.shape[0])
-        _put(value, expert, part, name)
+            value = _stack_like(part, len(range(use.shape[0])[use.rows]))
+        _put(value, index, part, name)
     checkpoint.release(name)
     return value
 
