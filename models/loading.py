@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..sharding import Rules
 from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
@@ -26,10 +27,11 @@ from .families.naming import Naming
 from .host_arrays import Arena
 from .json_files import read_json
 from .ops import cpu
-from .parameters import Params, abstract_params, unflatten
+from .parameters import Params, abstract_params, named_parameters, unflatten
+from .placement import place_parameter, split_config
 from .quantise import Quantisation
 from .quantized import QuantArray
-from .reading import Progress, is_turned, read_parameters
+from .reading import WHOLE, Progress, is_turned, read_parameters
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
 from .tokenizers.folder import tokenizer_from_folder
@@ -52,6 +54,7 @@ class Model:
       tokenizer: of the checkpoint; None where weights are random.
       file_bytes: size of the checkpoint.
       load_seconds: from the name to the parameters on the device; None likewise.
+      mesh: the devices that the model is split over, as `config.split` says; None for one device.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Model:
     tokenizer: Tokenizer | None = dataclasses.field(repr=False)
     file_bytes: int
     load_seconds: float | None
+    mesh: jax.sharding.Mesh | None = None
 
 
 def load_model(
@@ -71,6 +75,8 @@ def load_model(
     kernels: str | None = None,
     activations: str | None = None,
     quantize: str | Quantisation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a model by alias, GGUF file (any shard of a split one), folder or `hf:` name.
@@ -86,6 +92,8 @@ def load_model(
       activations: "float32" or "int8"; likewise.
       quantize: makes the dense matrices of the checkpoint int8 or int4 as they are read, for
         example "int4:group=64" (see `Quantisation.parse`).
+      mesh: devices to split the model over, each of which gets its part straight from the file.
+      rules: in place of those of `sharding.RULES` for the logical axes they name.
       progress: told how many bytes of the checkpoint have been read.
 
     Raises:
@@ -97,6 +105,8 @@ def load_model(
     opened = open_checkpoint(path)
     chosen = choose_kernels(kernels, activations)
     config = choose_numerics(opened.config, dtype, kv_dtype, chosen)
+    if mesh is not None:
+        config = split_config(config, mesh, rules)
     check_tensors(opened.checkpoint, opened.family, config)
     tokenizer = opened.tokenizer()
     # More rows than tokens is padding; fewer would leave tokens without an embedding.
@@ -105,10 +115,12 @@ def load_model(
             f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
             f"{config.vocab_size} rows; convert the model again"
         )
-    params = load_params(opened.checkpoint, opened.family, config, quantise=how, progress=progress)
+    params = load_params(
+        opened.checkpoint, opened.family, config, mesh=mesh, quantise=how, progress=progress
+    )
     jax.block_until_ready(params)
-    seconds = time.perf_counter() - start
-    return Model(str(name), path, config, params, tokenizer, opened.checkpoint.file_bytes, seconds)
+    seconds, size = time.perf_counter() - start, opened.checkpoint.file_bytes
+    return Model(str(name), path, config, params, tokenizer, size, seconds, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +236,7 @@ def load_params(
     *,
     place: Callable[[str, np.ndarray], jax.Array] = lambda _, leaf: jax.device_put(leaf),
     quantise: Quantisation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
 ) -> Params:
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
@@ -235,7 +248,8 @@ def load_params(
       checkpoint: an open checkpoint.
       family: of the checkpoint.
       config: the architecture of the checkpoint.
-      place: puts one leaf of a parameter (given its dotted path) on the device or devices.
+      place: puts one leaf of a parameter (given its dotted path) on the device.
+      mesh: places parameters instead, as `config.split` says; rows are read part by part.
       quantise: what becomes of dense matrices; None: they stay dense.
       progress: told how many bytes of tensors have been read.
 
@@ -245,15 +259,20 @@ def load_params(
     """
     values: dict[str, Any] = {}
     arena, widened = Arena(), 0
-    for path, value in read_parameters(
+    parameters = dict(named_parameters(abstract_params(config)))
+    for path, read in read_parameters(
         checkpoint, naming_of(checkpoint, family), config, quantise=quantise, progress=progress
     ):
+        if mesh is not None:
+            values[path] = place_parameter(parameters[path], config, mesh, read, arena.empty)
+            continue
+        value = read(WHOLE)
         packs = isinstance(value, QuantArray)
         if config.kernels.platform == "cpu" and packs:
             value = cpu.prepare(value, arena.empty)
             widened += not isinstance(value, cpu.PackedArray)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        # The generator must not be left with the only other reference while it reads the next.
+        # What is packed or placed must not stay while the next one is read.
         del value
     if widened:
         _LOG.warning(

@@ -15,7 +15,9 @@ from .config import ModelConfig
 from .errors import StokerError
 from .families.naming import Naming, TensorUse
 from .host_arrays import aligned_empty
+from .narrowing import Source, narrowed
 from .parameters import Parameter, abstract_params, named_parameters
+from .placement import Read
 from .quantise import NotFiniteError, Quantisation, is_matrix, uneven_groups
 from .quantise import quantise as quantise_matrix
 from .quantized import QuantArray, dequantize
@@ -27,6 +29,8 @@ _SCALES = {np.dtype(np.float16), np.dtype(np.float32)}
 
 #: Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], None]
+#: All of it.
+WHOLE = slice(None)
 
 
 class Tensors(Protocol):
@@ -51,10 +55,11 @@ def read_parameters(
     quantise: Quantisation | None = None,
     dense: str | None = None,
     progress: Progress | None = None,
-) -> Iterator[tuple[str, Any]]:
-    """Yields dotted path and value of each parameter, the largest first.
+) -> Iterator[tuple[str, Read]]:
+    """Yields dotted path and reader of each parameter, the largest first.
 
-    One is in memory at a time, unless the caller keeps it: a tensor, and what became of it.
+    Nothing is kept here: a reader holds, while it runs, one tensor and what becomes of it. It takes
+    a slice of the parameter's first axis (`slice(0, n)`; `WHOLE` for all of it).
 
     Args:
       checkpoint: one that fits `config`.
@@ -66,7 +71,7 @@ def read_parameters(
       progress: told how many bytes of tensors have been read.
 
     Yields:
-      NumPy arrays, norms and biases in float32, or `QuantArray`s with NumPy leaves.
+      Readers of NumPy arrays, norms and biases in float32, or `QuantArray`s with NumPy leaves.
 
     Raises:
       StokerError: there was to be quantised, but no matrix is dense, or one has columns that no
@@ -87,17 +92,20 @@ def read_parameters(
             convert = _Convert(quantise, dense)
         else:
             convert = _Convert(None, None if parameter.dtype == "any" else parameter.dtype)
-        try:
-            order = naming.row_order(path, config)
-            value = _parameter(
-                checkpoint, uses[path], parameter, order, convert, config.compute_dtype
-            )
-        except NotFiniteError as error:
-            raise StokerError(f"'{path}' {error}") from None
+        source = (uses[path], parameter, naming.row_order(path, config))
+
+        def read(
+            rows: slice, path: str = path, source: Source = source, convert: _Convert = convert
+        ) -> Any:
+            first, last, _ = rows.indices(source[1].shape[0])
+            try:
+                own = narrowed(source, first, last) if rows != WHOLE else source
+                return _parameter(checkpoint, *own, convert, config.compute_dtype)
+            except NotFiniteError as error:
+                raise StokerError(f"'{path}' {error}") from None
+
+        yield path, read
         quantised += convert.quantised
-        yield path, value
-        # What the caller does not keep must not stay while the next one is read.
-        del value
         done += sizes[path]
         if progress is not None:
             progress(done, total)
@@ -190,7 +198,7 @@ def _parts(checkpoint: Tensors, use: TensorUse) -> Iterator[tuple[str, Any]]:
         return
     (name,) = use.tensors
     turned = is_turned(checkpoint, name, use)
-    for expert in range(use.shape[0]):
+    for expert in range(use.shape[0])[use.rows]:
         yield (
             name,
             jax.tree.map(
