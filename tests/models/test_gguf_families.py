@@ -23,10 +23,11 @@ UNSAID = {
     "gemma3-linear",
     "llama-biases",
     "qwen3-moe-shares",
+    "gpt-oss-layers",
 }
 NAMES = [name for name in CASES if name not in UNSAID]
 #: With every way that tensors are moved: as they are, rows permuted, rows of a fused one.
-QUANTISED = ("llama-heads", "qwen3", "smollm3", "gemma3", "phi3", "granite", "qwen3-moe")
+QUANTISED = ("llama-heads", "qwen3", "smollm3", "gemma3", "phi3", "granite", "qwen3-moe", "gpt-oss")
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +50,11 @@ def written(tmp_path_factory):
 @pytest.mark.reference
 @pytest.mark.parametrize(
     ("name", "quantisation"),
-    [*((name, "F32") for name in NAMES), *((name, "Q8_0") for name in QUANTISED)],
+    [
+        *((name, "F32") for name in NAMES),
+        *((name, "Q8_0") for name in QUANTISED),
+        ("gpt-oss", "MXFP4"),
+    ],
 )
 def test_logits_equal_transformers(name: str, quantisation: str, written) -> None:
     path, expected = written(name, quantisation)
