@@ -49,7 +49,7 @@ class StepCost:
 
     Attributes:
       weights: bytes of weights, each read once; of the embedding table only the rows looked up,
-        unless it is the head too.
+        unless it is the head too; of experts only those that some row picks, on average.
       kv_read: bytes of live keys and values.
       kv_write: bytes of new keys and values.
       logits: bytes of logits written.
@@ -82,8 +82,18 @@ def step_cost(
     rows = len(contexts) if rows is None else rows
     table = params["embedding"]
     lookup = rows * table.nbytes / config.vocab_size
+    experts = [
+        leaf
+        for layer in params["layers"]
+        for name, leaf in layer.items()
+        if name.startswith("expert_")
+    ]
+    picked = config.experts_per_token / max(config.n_experts, 1)
+    idle = (1 - picked) ** rows  # where a router picks evenly
     matrices = count_bytes(params) - (0 if config.tied_head else table.nbytes)
+    matrices -= idle * sum(leaf.nbytes for leaf in experts)
     elements = count_elements(params) - (0 if config.tied_head else table.size)
+    elements -= (1 - picked) * sum(leaf.size for leaf in experts)
     head = config.vocab_size * config.d_model
     live = sum(contexts)
     attention = 4 * config.n_layers * config.n_heads * config.head_dim * live * rows / len(contexts)

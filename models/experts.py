@@ -34,9 +34,7 @@ def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
     biases = weights.get("expert_gate_bias"), weights.get("expert_up_bias")
     gate, up = ops.grouped_products(rows, matrices, sizes, config.kernels, biases)
     down, bias = weights["expert_down"], weights.get("expert_down_bias")
-    out = ops.grouped_gated_matmul(
-        gate, up, down, sizes, config.kernels, config.activation, bias
-    )
+    out = ops.grouped_gated_matmul(gate, up, down, sizes, config.kernels, config.activation, bias)
     out = out[jnp.argsort(order)].reshape(*shares.shape, -1)
     mixed = jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
     if config.shared_d_ff:

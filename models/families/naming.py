@@ -169,12 +169,11 @@ class Naming:
                 start = end
         return {path: uses[path] for path in parameters}
 
-    def _experts(
-        self, tensor: str, shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, TensorUse]:
+    def _experts(self, tensor: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorUse]:
         """How the parameters of all experts of a layer come out of the one tensor they share."""
         total = sum(shape[1] for shape in shapes.values())
-        uses, start = {}, 0
+        uses: dict[str, TensorUse] = {}
+        start = 0
         for number, (path, shape) in enumerate(shapes.items()):
             outputs = slice(start, start + shape[1])
             if self.interleaved:

@@ -72,9 +72,7 @@ def grouped_gated_matmul(
     `grouped_products`. Gives float32 `[T, R]`.
     """
     check_gate(gate, up, activation)
-    return _call(
-        *(gate, up, activation, (weight,), sizes, (bias,)), activations, isa, threads
-    )[0]
+    return _call(*(gate, up, activation, (weight,), sizes, (bias,)), activations, isa, threads)[0]
 
 
 def _call(
@@ -119,7 +117,9 @@ def _call(
         sizes,
         *(leaf for weight in weights for leaf in jax.tree.leaves(weight)),
         *added,
-        weights=np.array([field for weight in weights for field in weight_fields(weight)], np.int64),
+        weights=np.array(
+            [field for weight in weights for field in weight_fields(weight)], np.int64
+        ),
         before=np.int64(BEFORE.index(before)),
         exact=exact,
         isa=np.int64(isa_index),

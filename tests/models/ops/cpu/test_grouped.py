@@ -152,11 +152,11 @@ def test_wrong_arguments_are_named() -> None:
         cpu.grouped_products(jnp.ones((4, 64)), (weight,), sizes)
     with pytest.raises(StokerError, match="in 3 groups"):
         cpu.grouped_products(x, (weight,), jnp.array([1, 3, 0], jnp.int32))
-    with pytest.raises(StokerError, match="float32.*int32 vector"):
+    with pytest.raises(StokerError, match=r"float32.*int32 vector"):
         cpu.grouped_products(x, (weight,), sizes.astype(jnp.float32))
     with pytest.raises(StokerError, match=r"bias float32\[2, 36\]"):
         cpu.grouped_products(x, (weight,), sizes, biases=(jnp.zeros((2, 36)),))
-    with pytest.raises(StokerError, match="0 biases for 1 weights|2 biases for 1 weights"):
+    with pytest.raises(StokerError, match="2 biases for 1 weights"):
         cpu.grouped_products(x, (weight,), sizes, biases=(None, None))
     with pytest.raises(StokerError, match="'relu' must be one of"):
         cpu.grouped_gated_matmul(x, x, weight, sizes, activation="relu")
