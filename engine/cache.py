@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from ..models.config import ModelConfig
 from ..models.pages import PageArray, layer_pages, layer_token_bytes
 from ..models.transformer import LayerCache
-from ..sharding import sharding
 from .pages import PAGE_TOKENS
 
 #: The arrays of pages of each layer, as `models/pages.py` describes them: separate buffers, so that
@@ -24,13 +26,21 @@ def new_cache(
 ) -> Cache:
     """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.kv_dtype`.
 
-    On a mesh, each array is split as its logical axes say.
+    On a mesh, each part of its `data` axis has so many pages of its own, numbered alike; devices
+    along its `sequence` axis have `page_tokens` of every page each; and KV heads lie where the
+    projections that fill them do. Each device gets its part, and no other memory is used.
     """
+    split = config.split
 
     def zeros(pages: PageArray) -> jax.Array:
-        shape = (n_pages + 1, *pages.shape)
-        placement = None if mesh is None else sharding(pages.axes, shape, mesh)
-        return jnp.zeros(shape, config.cache_dtype, device=placement)
+        sizes = [n_pages + 1, *pages.shape]
+        for at, name in enumerate(pages.axes):
+            if name == "kv_heads":
+                sizes[at] = config.heads.kv.padded
+            elif name is not None:
+                sizes[at] *= split.degree(name)
+        placement = None if mesh is None else NamedSharding(mesh, split.spec(pages.axes))
+        return jnp.zeros(sizes, config.cache_dtype, device=placement)
 
     return tuple(
         tuple(zeros(pages) for pages in layer_pages(config, page_tokens))
@@ -39,5 +49,16 @@ def new_cache(
 
 
 def token_bytes(config: ModelConfig) -> int:
-    """Bytes that one token takes over all layers."""
+    """Bytes that one token takes over all layers, padding and copies of a mesh left out."""
     return config.n_layers * layer_token_bytes(config)
+
+
+def page_bytes(config: ModelConfig, page_tokens: int = PAGE_TOKENS) -> int:
+    """Bytes of one page over all layers, on each device: of `page_tokens` tokens and its heads."""
+    elements = 0
+    for pages in layer_pages(config, page_tokens):
+        own = math.prod(pages.shape)
+        if "kv_heads" in pages.axes:
+            own = own // config.n_kv_heads * config.heads.kv.width
+        elements += own
+    return config.n_layers * elements * config.cache_dtype.itemsize

@@ -7,6 +7,7 @@ import math
 
 import jax.numpy as jnp
 
+from ..sharding import WHOLE, HeadCut, Split, head_cut
 from .errors import StokerError
 from .parts import PLAIN_ROUTER, Latent, Router
 
@@ -173,6 +174,7 @@ class ModelConfig:
       dtype: what activations are computed in, one of `DTYPES`.
       kv_dtype: what keys and values are kept in, likewise.
       kernels: who does the arithmetic.
+      split: how the devices of a mesh share the work; sizes above are always the whole model's.
     """
 
     family: str
@@ -216,6 +218,7 @@ class ModelConfig:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     kernels: Kernels = Kernels()
+    split: Split = WHOLE
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
@@ -317,6 +320,11 @@ class ModelConfig:
     def group_size(self) -> int:
         """G, query heads per KV head."""
         return self.n_heads // self.n_kv_heads
+
+    @property
+    def heads(self) -> HeadCut:
+        """Which query and KV heads each part has."""
+        return head_cut(self.n_heads, self.n_kv_heads, self.split.degree("heads"))
 
     @property
     def cache_dtype(self) -> jnp.dtype:

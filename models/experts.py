@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..sharding.collectives import part, total
 from . import ops
 from .config import ModelConfig
 from .parameters import Params
@@ -26,19 +27,30 @@ def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
     else:
         rule = (config.experts_per_token, config.expert_norm, config.router)
         shares, chosen = choose_experts(scores, weights.get("choice_bias"), *rule)
-    flat = chosen.reshape(-1)
+    # The experts of other devices count as one more, which comes last and multiplies nothing: every
+    # row stays, however uneven the loads.
+    held, width, _ = config.split.resolve(("experts", "ff", None))
+    n_held = weights["expert_gate"].shape[0]
+    flat = chosen.reshape(-1) - part(held) * n_held
+    flat = jnp.where((flat < 0) | (flat >= n_held), n_held, flat)
     order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=config.n_experts).astype(jnp.int32)
+    sizes = jnp.bincount(flat, length=n_held).astype(jnp.int32)
     rows = x[order // config.experts_per_token]
     matrices = (weights["expert_gate"], weights["expert_up"])
     biases = weights.get("expert_gate_bias"), weights.get("expert_up_bias")
     gate, up = ops.grouped_products(rows, matrices, sizes, config.kernels, biases)
     down, bias = weights["expert_down"], weights.get("expert_down_bias")
+    if bias is not None and width:
+        bias = jnp.where(part(width) == 0, bias, 0)  # once in the sum over parts
     out = ops.grouped_gated_matmul(gate, up, down, sizes, config.kernels, config.activation, bias)
+    if held:
+        out = jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
     out = out[jnp.argsort(order)].reshape(*shares.shape, -1)
     mixed = jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
     if config.shared_d_ff:
+        # Its columns are split over the same devices: one sum serves both.
         mixed = mixed + _shared_mlp(weights, x, config)
+    mixed = total(mixed, (*held, *width))
     if config.post_norm:
         mixed = ops.rms_norm(mixed, weights["mlp_post_norm"], config.norm_eps)
     return mixed

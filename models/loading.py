@@ -149,7 +149,8 @@ def open_checkpoint(path: pathlib.Path) -> Opened:
 
 def naming_of(checkpoint: Checkpoint, family: Family) -> Naming:
     """How this kind of checkpoint calls the parameters of `family`."""
-    return family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
+    naming = family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
+    return naming.fitting(checkpoint.tensors)
 
 
 def choose_numerics(
@@ -205,6 +206,7 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
                 f"needs {list(wanted)}; convert the model again"
             )
     unused = tensors.keys() - uses.keys() - naming.spare_tensors(config)
+    unused = {name for name in unused if not naming.unread(name, config)}
     if unused:
         raise StokerError(
             f"the file has {_some(sorted(unused))}, which family '{family.name}' does not use; "
@@ -252,7 +254,7 @@ def load_params(
     arena, widened = Arena(), 0
     for path in sorted(parameters, key=lambda path: -sizes[path]):
         order = naming.row_order(path, config)
-        value = _parameter(checkpoint, uses[path], parameters[path], order)
+        value = _parameter(checkpoint, uses[path], parameters[path], order, config.compute_dtype)
         packs = isinstance(value, QuantArray)
         if config.kernels.platform == "cpu" and packs:
             value = cpu.prepare(value, arena.empty)
@@ -271,14 +273,21 @@ def load_params(
 
 
 def _parameter(
-    checkpoint: Checkpoint, use: TensorUse, parameter: Parameter, order: np.ndarray | None
+    checkpoint: Checkpoint,
+    use: TensorUse,
+    parameter: Parameter,
+    order: np.ndarray | None,
+    dtype: np.dtype,
 ) -> Any:
-    """One parameter with NumPy leaves, its rows in `order` where that is given."""
+    """One parameter with NumPy leaves, its rows in `order` where that is given.
+
+    Quantised matrices that cannot stay so take `dtype`, in which they are multiplied.
+    """
     value: Any = None if use.outputs is None else _outputs(checkpoint, use)
     for index, name in enumerate(use.tensors if value is None else ()):
         part: Any = checkpoint.load(name, use.rows)
         checkpoint.release(name)
-        if len(use.tensors) == 1 and part.shape == parameter.shape:
+        if use.heads or (len(use.tensors) == 1 and part.shape == parameter.shape):
             value = part
             continue
         if value is None:
@@ -288,12 +297,26 @@ def _parameter(
         dense = dequantize(value) if isinstance(value, QuantArray) else value
         value = np.asarray(dense, parameter.dtype) + np.asarray(use.added, parameter.dtype)
     # A gather of rows moves codes and scales together: nothing is requantised.
-    return value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+    value = value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+    return _by_heads(value, use, dtype) if use.heads else value
+
+
+def _by_heads(value: Any, use: TensorUse, dtype: np.dtype) -> Any:
+    """A matrix `[heads * R, C]` as `[heads, R, C]`, or `[heads, C, R]` where it is transposed."""
+    if use.transposed and isinstance(value, QuantArray):
+        value = np.asarray(dequantize(value, dtype))
+    value = jax.tree.map(lambda leaf: leaf.reshape(use.heads, -1, *leaf.shape[1:]), value)
+    if not use.transposed:
+        return value
+    turned = value.swapaxes(1, 2)
+    dense = aligned_empty(turned.shape, turned.dtype)
+    dense[...] = turned
+    return dense
 
 
 def _is_turned(checkpoint: Checkpoint, name: str, use: TensorUse) -> bool:
     """Whether a tensor holds the transposes of its matrices."""
-    return use.transposed and not isinstance(checkpoint.tensors[name], QuantisedTensor)
+    return use.turned_floats and not isinstance(checkpoint.tensors[name], QuantisedTensor)
 
 
 def _outputs(checkpoint: Checkpoint, use: TensorUse) -> Any:

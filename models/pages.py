@@ -31,9 +31,11 @@ def layer_pages(config: ModelConfig, page_tokens: int) -> tuple[PageArray, ...]:
     """
     Z, H, K = page_tokens, config.head_dim, config.n_kv_heads
     if config.latent is not None:
-        return (PageArray((Z, config.latent.width), (None, None, None)),)
-    axes = (None, "kv_heads", None, None)
-    return PageArray((K, H, Z), axes), PageArray((K, Z, H), axes)
+        return (PageArray((Z, config.latent.width), ("pages", "context", None)),)
+    return (
+        PageArray((K, H, Z), ("pages", "kv_heads", None, "context")),
+        PageArray((K, Z, H), ("pages", "kv_heads", "context", None)),
+    )
 
 
 def layer_token_bytes(config: ModelConfig) -> int:

@@ -13,9 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..sharding import RULES, Rules, sharding
 from .config import ModelConfig
-from .errors import StokerError
 from .ops.cpu import PackedArray
 from .parts import Latent
 from .quantized import QuantArray
@@ -168,41 +166,14 @@ def init_params(config: ModelConfig, key: jax.Array, scale: float = 1.0) -> Para
     return unflatten(abstract_params(config), values)
 
 
-def place_params(
-    params: Params, config: ModelConfig, mesh: jax.sharding.Mesh, rules: Rules = RULES
-) -> Params:
-    """`params` on the devices of `mesh`, split by the logical axes of the abstract tree.
-
-    Raises:
-      StokerError: for weights packed for the CPU kernels, which run on one device.
-    """
-    values = {}
-    leaves = jax.tree.leaves(params, is_leaf=is_weight)
-    if any(isinstance(leaf, PackedArray) for leaf in leaves):
-        raise StokerError(
-            "weights packed for the CPU kernels cannot be split over a mesh; load the model with "
-            "kernels='xla'"
-        )
-    for (name, parameter), value in zip(
-        named_parameters(abstract_params(config)), leaves, strict=True
-    ):
-        # Codes, scales and minima of a quantised array each have the axes of the whole.
-        axes = parameter.axes
-        values[name] = jax.tree.map(
-            lambda leaf, axes=axes: jax.device_put(leaf, sharding(axes, leaf.shape, mesh, rules)),
-            value,
-        )
-    return unflatten(abstract_params(config), values)
-
-
 def is_weight(node: Any) -> bool:
     """Whether a tree walk should stop here: a quantised array counts as one leaf."""
     return isinstance(node, QuantArray | PackedArray)
 
 
 def count_bytes(params: Params) -> int:
-    """Bytes of all leaves."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    """Bytes of all leaves, which may be shapes without values."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def count_elements(abstract: Params) -> int:

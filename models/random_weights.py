@@ -18,7 +18,9 @@ from .config import DTYPES, LayerKind, ModelConfig, Rope
 from .errors import StokerError
 from .ops import cpu
 from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
+from .parts import Latent, Router
 from .quantized import E2M1, QuantArray
+from .rotary import yarn_factors
 
 #: Formats of the matrices: dense types, codes in groups of 32 with a float16 scale (int4 with a
 #: minimum too, as GGUF's Q4_1 and Q8_0 have them), and four-bit floats, as of GPT-OSS.
@@ -64,6 +66,9 @@ def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
         made: dict[str, Any] = {"rope": _rope(fields.get("rope", {}))}
         if "local_rope" in fields:
             made["local_rope"] = _rope(fields["local_rope"])
+        for part, kind in (("latent", Latent), ("router", Router)):
+            if part in fields:
+                made[part] = kind(**fields[part])
         made["kinds"] = tuple(LayerKind(**kind) for kind in fields.get("kinds", ()))
         config = ModelConfig(**(fields | made))
     except (TypeError, ValueError) as error:
@@ -76,6 +81,10 @@ def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
 
 
 def _rope(fields: dict[str, Any]) -> Rope:
+    """A `Rope` of its fields, where `yarn` may stand for `factors`: the arguments for them."""
+    if "yarn" in fields:
+        made = yarn_factors(fields["theta"], fields["dims"], **fields["yarn"])
+        fields = {key: value for key, value in fields.items() if key != "yarn"} | {"factors": made}
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     return Rope(**(fields | lists))
 

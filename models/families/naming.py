@@ -92,17 +92,23 @@ class TensorUse:
       shape: of the whole tensor, or of each.
       rows: which of its rows are the parameter's.
       added: what is added to each element.
+      heads: the rows are those of so many heads, each of which gets a matrix of its own; 0: one
+        matrix.
+      transposed: each head's matrix is turned. A quantised one becomes dense, since its groups run
+        along what were its columns.
       outputs: of a tensor `[E, outputs, ...]`, which outputs of each expert; None where the
         parameter is whole rows.
-      transposed: tensors of floats are `[E, inputs, outputs]` (`shape` is of the others).
+      turned_floats: tensors of floats are `[E, inputs, outputs]` (`shape` is of the others).
     """
 
     tensors: tuple[str, ...]
     shape: tuple[int, ...]
     rows: slice
     added: float = 0.0
-    outputs: slice | None = None
+    heads: int = 0
     transposed: bool = False
+    outputs: slice | None = None
+    turned_floats: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +145,14 @@ class Naming:
                 if bias in self.tensors
             )
         return fields
+
+    def fitting(self, tensors: Container[str]) -> Naming:
+        """The naming of a checkpoint with these tensors, where a format has several."""
+        return self
+
+    def unread(self, name: str, config: ModelConfig) -> bool:
+        """Whether the tensor `name` belongs to a part of the model that is not loaded."""
+        return False
 
     def uses(self, config: ModelConfig) -> dict[str, TensorUse]:
         """How each parameter of `abstract_params(config)`, by its dotted path, is made."""
@@ -186,7 +200,7 @@ class Naming:
                 (shape[0], total, *shape[2:]),
                 slice(0, shape[0]),
                 outputs=None if whole else outputs,
-                transposed=transposed,
+                turned_floats=transposed,
             )
         return uses
 

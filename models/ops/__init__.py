@@ -4,6 +4,7 @@
 """
 
 from .dispatch import (
+    AnyWeight,
     attention,
     embed,
     gated_matmul,
@@ -16,12 +17,14 @@ from .dispatch import (
     matmul,
     products,
     sample,
+    shared_attention,
 )
 from .elementwise import gated, rms_norm, rotary_tables, rotate, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
 __all__ = [
+    "AnyWeight",
     "Layout",
     "Sampling",
     "attention",
@@ -40,6 +43,7 @@ __all__ = [
     "rotary_tables",
     "rotate",
     "sample",
+    "shared_attention",
     "softcap",
     "uniforms",
 ]

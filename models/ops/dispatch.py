@@ -206,6 +206,38 @@ def latent_attention(
     return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
 
 
+def shared_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    kernels: Kernels,
+    *,
+    axes: Sequence[str],
+    turn: tuple[jax.Array, jax.Array],
+    scale: float,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`attention` of this device's rows, where the devices of `axes` share each page's tokens.
+
+    The reference on every platform: the CPU kernels do not return what parts are joined by. See
+    `xla.shared_attention`, which says more.
+    """
+    return xla.shared_attention(
+        *(q, k, v, k_pages, v_pages, layout),
+        axes=axes,
+        turn=turn,
+        scale=scale,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
+    )
+
+
 def sample(
     logits: jax.Array,
     sampling: Sampling,

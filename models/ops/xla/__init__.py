@@ -3,6 +3,7 @@
 from .attention import attention, latent_attention
 from .matmul import grouped_matmul, head_matmul, matmul
 from .sample import largest, sample
+from .shared_attention import shared_attention
 
 __all__ = [
     "attention",
@@ -12,4 +13,5 @@ __all__ = [
     "latent_attention",
     "matmul",
     "sample",
+    "shared_attention",
 ]

@@ -53,8 +53,47 @@ def attention(
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
+    _, total, weighted, k_pages, v_pages = partial_attention(
+        *(q, k, v, k_pages, v_pages, layout),
+        scale=scale,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
+    )
+    return finished(weighted, total).astype(q.dtype), k_pages, v_pages
+
+
+def finished(weighted: jax.Array, total: jax.Array) -> jax.Array:
+    """Attention output `[T, N, H]` from sums of weighted values and of weights."""
+    return weighted / jnp.maximum(total, 1e-30)[..., None]
+
+
+def partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    *,
+    scale: float,
+    sinks: jax.Array | None,
+    window: int,
+    softcap: float,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`attention` before its division, over one of `shares` equal shares of each page's tokens.
+
+    A page holds `shares * Z` tokens; this share's pages are the Z from `share * Z` on.
+
+    Returns:
+      For each row and query head, float32: the peak of the scores `[T, N]`, the sum of weights
+      relative to it `[T, N]` (NaN in rows past their pages), and that of weighted values
+      `[T, N, H]`; and both page pools.
+    """
     H, (K, Z) = q.shape[-1], v_pages.shape[1:3]
-    page, offset = _places(layout, q.shape[0], Z)
+    page, offset = _places(layout, q.shape[0], Z, share, shares)
     k_pages = k_pages.at[page, :, :, offset].set(k.astype(k_pages.dtype))
     v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype))
 
@@ -63,8 +102,15 @@ def attention(
         keys = k_pages[ids].transpose(0, 1, 4, 2, 3).reshape(S, pages * Z, K, H)
         return keys, v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H)
 
-    out = _attend(q, read, (K, H), Z, layout, scale, sinks, window, softcap)
-    return out, k_pages, v_pages
+    sums = _attend(
+        *(q, read, (K, H), Z, layout, scale),
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
+        share=share,
+        shares=shares,
+    )
+    return *sums, k_pages, v_pages
 
 
 def latent_attention(
@@ -94,16 +140,22 @@ def latent_attention(
         keys = pages[ids].reshape(ids.shape[0], -1, 1, W)
         return keys, keys[..., :rank]
 
-    return _attend(q, read, (1, rank), Z, layout, scale), pages
+    _, total, weighted = _attend(q, read, (1, rank), Z, layout, scale)
+    return finished(weighted, total).astype(q.dtype), pages
 
 
-def _places(layout: Layout, n_rows: int, Z: int) -> tuple[jax.Array, jax.Array]:
-    """The page and the offset in it that each of the rows writes to, int32 `[T]`."""
+def _places(
+    layout: Layout, n_rows: int, Z: int, share: jax.Array | int = 0, shares: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """The page and the offset in its share that each of the rows writes to, int32 `[T]`."""
     M = layout.page_table.shape[1]
+    whole = Z * shares
     slot, position = layout.rows(n_rows)
-    live = (position >= 0) & (position < M * Z)
-    page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
-    return page, jnp.where(live, position % Z, 0)
+    offset = position % whole - Z * share
+    live = (position >= 0) & (position < M * whole) & (offset >= 0) & (offset < Z)
+    place = jnp.clip(position // whole, 0, M - 1)
+    page = jnp.where(live, layout.page_table[slot, place], DUMP_PAGE)
+    return page, jnp.where(live, offset, 0)
 
 
 def _attend(
@@ -116,27 +168,32 @@ def _attend(
     sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
-) -> jax.Array:
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Causal attention of `q [T, N, H]` over pages that hold this step's rows already.
 
     Args:
       q: queries.
       read: keys `[S, C, K, H]` and values `[S, C, K, V]` of the C tokens in pages `[S, C/Z]`.
       values_shape: K and V.
-      Z: tokens of a page.
+      Z: tokens of a page, or of this share of it.
       layout: where the rows sit.
       scale: as of `attention`, like the rest.
       sinks: likewise.
       window: likewise.
       softcap: likewise.
+      share: as of `partial_attention`, like its results.
+      shares: likewise.
 
     Returns:
-      `[T, N, V]` in q's dtype.
+      Peaks `[T, N]`, sums of weights `[T, N]` and of weighted values `[T, N, V]`.
     """
     T, N, H = q.shape
     K, V = values_shape
     S, M = layout.page_table.shape
     Q, G = layout.max_query, N // K
+    whole, before = Z * shares, Z * share
     slot, position = layout.rows(T)
     start = layout.query_start[:-1]
     row = jnp.minimum(start[:, None] + jnp.arange(Q), T - 1)
@@ -150,7 +207,8 @@ def _attend(
         peak, total, weighted = carry
         ids = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
         keys, values = (part.astype(jnp.float32) for part in read(ids))
-        key_position = index * pages * Z + jnp.arange(pages * Z)
+        at = jnp.arange(pages * Z)
+        key_position = (index * pages + at // Z) * whole + before + at % Z
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         stale = key_position >= layout.kv_lens[:, None]
         values = jnp.where(stale[:, :, None, None], 0, values)
@@ -169,15 +227,15 @@ def _attend(
         return new_peak, total, weighted
 
     zeros = jnp.zeros((S, Q, K, G), jnp.float32)
-    rounds = (jnp.max(layout.kv_lens) + pages * Z - 1) // (pages * Z)
+    rounds = (jnp.max(layout.kv_lens) + pages * whole - 1) // (pages * whole)
     if sinks is None:
         peak, total = zeros + _MASKED, zeros
     else:
-        peak, total = zeros + sinks.reshape(K, G), zeros + 1
+        # Of several shares one has the sinks.
+        peak, total = zeros + sinks.reshape(K, G), zeros + (share == 0)
     first = (peak, total, jnp.zeros((S, Q, K, G, V), jnp.float32))
-    _, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
-    result = weighted / jnp.maximum(total, 1e-30)[..., None]
+    peak, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
     rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
-    full = position >= M * Z
-    out = jnp.where(full[:, None, None], jnp.nan, result[slot, rank].reshape(T, N, V))
-    return out.astype(q.dtype)
+    peak, total = (x[slot, rank].reshape(T, N) for x in (peak, total))
+    total = jnp.where((position >= M * whole)[:, None], jnp.nan, total)
+    return peak, total, weighted[slot, rank].reshape(T, N, V)
