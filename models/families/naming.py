@@ -164,7 +164,7 @@ class Naming:
             *_, layer, name = ("", "", *path.split("."))
             template = self.tensors[name].replace("{layer}", layer)
             parts.setdefault(template, []).append(path)
-        uses = {}
+        uses: dict[str, TensorUse] = {}
         for template, sharing in parts.items():
             name = sharing[0].rpartition(".")[2]
             stacked = "{expert}" in template
