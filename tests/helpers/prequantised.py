@@ -163,6 +163,7 @@ def quantised(
             stored[name] = tensor
             continue
         parts, values = format.write(rng, *tensor.shape)
+        assert np.isfinite(values).all() and values.std() > 0.1 * tensor.std()
         module = name.removesuffix(".weight")
         # The library writes others in the order that they have in memory.
         dense[name] = np.ascontiguousarray(values)
