@@ -9,7 +9,7 @@ from collections.abc import Generator, Hashable, Sequence
 
 from ..models.errors import StokerError
 from ..models.loading import Model
-from .accounting import step_cost
+from .accounting import CacheReads, weight_bytes
 from .capacity import choose_pages
 from .ledger import Ledger
 from .pages import PAGE_TOKENS, Pages
@@ -19,6 +19,7 @@ from .replies import ABORT, ERROR, Choice, Delta, Reply, Times
 from .runner import Advance, Dispatched, Runner
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
+from .sequences import Rows
 from .shapes import Shapes, choose_shapes
 from .stats import EngineStats
 
@@ -111,7 +112,8 @@ class Engine:
             n_pages=self.n_pages,
             end_ids=sorted(self._end_ids),
         )
-        self._weight_bytes = step_cost(config, model.params, [1.0]).weights
+        self._weights = weight_bytes(config, model.params)
+        self._reads = CacheReads(config)
         self._ledger = Ledger(self._scheduler, self.stats, self._tokenizer, self._end_ids)
         self._streaming: dict[str, list[Delta]] = {}
         self._names = itertools.count()
@@ -369,13 +371,16 @@ class Engine:
         stats.rows += n_rows
         stats.padded_rows += dispatched.shape[0] * plan.repeat - n_rows
         stats.sequences += len(plan.rows) * plan.repeat
-        live = sum(rows.start + rows.count for rows in plan.rows)
         if plan.rows:
-            stats.weight_bytes += self._weight_bytes * plan.repeat
-            stats.kv_bytes += self.runner.token_bytes * (live + plan.n_tokens) * plan.repeat
+            stats.weight_bytes += self._weights.read(plan.n_tokens) * plan.repeat
+            stats.kv_bytes += self._kv_bytes(plan.rows) * plan.repeat
         if plan.score is not None:
             stats.rows += plan.score.count
             stats.padded_rows += self.shapes.score - plan.score.count
-            stats.weight_bytes += self._weight_bytes
-            scored = plan.score.start + 2 * plan.score.count
-            stats.kv_bytes += self.runner.token_bytes * scored
+            stats.weight_bytes += self._weights.read(plan.score.count)
+            stats.kv_bytes += self._kv_bytes((plan.score,))
+
+    def _kv_bytes(self, plan: Sequence[Rows]) -> float:
+        """Bytes of the cache that these rows read, and those that they write."""
+        written = self.runner.token_bytes * sum(rows.count for rows in plan)
+        return written + sum(self._reads.read(r.start + r.count, r.count) for r in plan)

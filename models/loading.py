@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 import time
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 from .checkpoints.gguf import GGUFCheckpoint
-from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
+from .checkpoints.prequantised import QuantisedCheckpoint, QuantisedTensor, open_prequantised
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import Kernels, ModelConfig
 from .errors import StokerError
@@ -148,7 +149,8 @@ def open_checkpoint(path: pathlib.Path) -> Opened:
 
 def naming_of(checkpoint: Checkpoint, family: Family) -> Naming:
     """How this kind of checkpoint calls the parameters of `family`."""
-    return family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
+    naming = family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
+    return naming.fitting(checkpoint.tensors)
 
 
 def choose_numerics(
@@ -195,12 +197,16 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
     if missing:
         raise StokerError(f"the file lacks {_some(missing)}; give a complete checkpoint")
     for name, use in uses.items():
-        if tensors[name].shape != use.shape:
+        wanted = use.shape
+        if _is_turned(checkpoint, name, use):
+            wanted = (*wanted[:-2], wanted[-1], wanted[-2])
+        if tensors[name].shape != wanted:
             raise StokerError(
                 f"tensor '{name}' has shape {list(tensors[name].shape)} where the configuration "
-                f"needs {list(use.shape)}; convert the model again"
+                f"needs {list(wanted)}; convert the model again"
             )
     unused = tensors.keys() - uses.keys() - naming.spare_tensors(config)
+    unused = {name for name in unused if not naming.unread(name, config)}
     if unused:
         raise StokerError(
             f"the file has {_some(sorted(unused))}, which family '{family.name}' does not use; "
@@ -236,11 +242,11 @@ def load_params(
     naming, tensors = naming_of(checkpoint, family), checkpoint.tensors
     uses = naming.uses(config)
     parameters = dict(named_parameters(abstract))
-    # Several parameters may share a tensor: each reads its rows of it.
+    # Several parameters may share a tensor: each reads its part of it.
     sizes = {
         path: sum(tensors[name].nbytes for name in use.tensors)
-        // use.shape[0]
-        * len(range(use.shape[0])[use.rows])
+        * parameters[path].size
+        // (len(use.tensors) * math.prod(use.shape))
         for path, use in uses.items()
     }
     total, done = sum(sizes.values()), 0
@@ -248,9 +254,8 @@ def load_params(
     arena, widened = Arena(), 0
     for path in sorted(parameters, key=lambda path: -sizes[path]):
         order = naming.row_order(path, config)
-        value = _parameter(checkpoint, uses[path], parameters[path], order)
-        # Experts stay as they are: only the reference multiplies with them, so far.
-        packs = isinstance(value, QuantArray) and value.ndim == 2
+        value = _parameter(checkpoint, uses[path], parameters[path], order, config.compute_dtype)
+        packs = isinstance(value, QuantArray)
         if config.kernels.platform == "cpu" and packs:
             value = cpu.prepare(value, arena.empty)
             widened += not isinstance(value, cpu.PackedArray)
@@ -268,14 +273,21 @@ def load_params(
 
 
 def _parameter(
-    checkpoint: Checkpoint, use: TensorUse, parameter: Parameter, order: np.ndarray | None
+    checkpoint: Checkpoint,
+    use: TensorUse,
+    parameter: Parameter,
+    order: np.ndarray | None,
+    dtype: np.dtype,
 ) -> Any:
-    """One parameter with NumPy leaves, its rows in `order` where that is given."""
-    value: Any = None
-    for index, name in enumerate(use.tensors):
+    """One parameter with NumPy leaves, its rows in `order` where that is given.
+
+    Quantised matrices that cannot stay so take `dtype`, in which they are multiplied.
+    """
+    value: Any = None if use.outputs is None else _outputs(checkpoint, use)
+    for index, name in enumerate(use.tensors if value is None else ()):
         part: Any = checkpoint.load(name, use.rows)
         checkpoint.release(name)
-        if len(use.tensors) == 1 and part.shape == parameter.shape:
+        if use.heads or (len(use.tensors) == 1 and part.shape == parameter.shape):
             value = part
             continue
         if value is None:
@@ -285,7 +297,42 @@ def _parameter(
         dense = dequantize(value) if isinstance(value, QuantArray) else value
         value = np.asarray(dense, parameter.dtype) + np.asarray(use.added, parameter.dtype)
     # A gather of rows moves codes and scales together: nothing is requantised.
-    return value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+    value = value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+    return _by_heads(value, use, dtype) if use.heads else value
+
+
+def _by_heads(value: Any, use: TensorUse, dtype: np.dtype) -> Any:
+    """A matrix `[heads * R, C]` as `[heads, R, C]`, or `[heads, C, R]` where it is transposed."""
+    if use.transposed and isinstance(value, QuantArray):
+        value = np.asarray(dequantize(value, dtype))
+    value = jax.tree.map(lambda leaf: leaf.reshape(use.heads, -1, *leaf.shape[1:]), value)
+    if not use.transposed:
+        return value
+    turned = value.swapaxes(1, 2)
+    dense = aligned_empty(turned.shape, turned.dtype)
+    dense[...] = turned
+    return dense
+
+
+def _is_turned(checkpoint: Checkpoint, name: str, use: TensorUse) -> bool:
+    """Whether a tensor holds the transposes of its matrices."""
+    return use.turned_floats and not isinstance(checkpoint.tensors[name], QuantisedTensor)
+
+
+def _outputs(checkpoint: Checkpoint, use: TensorUse) -> Any:
+    """The parameter that is some outputs of each expert in one tensor, an expert at a time."""
+    (name,), value = use.tensors, None
+    turned = _is_turned(checkpoint, name, use)
+    for expert in range(use.shape[0]):
+        part: Any = checkpoint.load(name, slice(expert, expert + 1))
+        part = jax.tree.map(
+            lambda leaf: (leaf[0].swapaxes(0, 1) if turned else leaf[0])[use.outputs], part
+        )
+        if value is None:
+            value = _stack_like(part, use.shape[0])
+        _put(value, expert, part, name)
+    checkpoint.release(name)
+    return value
 
 
 def _stack_like(part: Any, count: int) -> Any:

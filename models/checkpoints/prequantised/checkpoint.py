@@ -28,6 +28,7 @@ class QuantisedTensor:
       sources: names of stored tensors, by the names that `make` wants.
       nbytes: of the stored tensors together.
       make: the matrix, of NumPy leaves, from the stored tensors.
+      by_rows: row i of each stored tensor is all that row i (an expert) is made of.
     """
 
     name: str
@@ -35,6 +36,7 @@ class QuantisedTensor:
     sources: Mapping[str, str]
     nbytes: int
     make: Callable[[Parts], QuantArray] = dataclasses.field(repr=False)
+    by_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,9 @@ class QuantisedCheckpoint:
         tensor = self.tensors[name]
         if isinstance(tensor, StoredTensor):
             return self.files.load(name, rows)
+        if tensor.by_rows:
+            sources = tensor.sources.items()
+            return tensor.make({part: self.files.load(it, rows) for part, it in sources})
         made = tensor.make({part: self.files.load(it) for part, it in tensor.sources.items()})
         assert made.shape == tensor.shape
         if rows.indices(tensor.shape[0]) == (0, tensor.shape[0], 1):
@@ -133,10 +138,11 @@ class Builder:
         shape: tuple[int, ...],
         sources: Mapping[str, str],
         make: Callable[[Parts], QuantArray],
+        by_rows: bool = False,
     ) -> None:
-        """Adds a quantised tensor, made of stored ones."""
+        """Adds a quantised tensor, made of stored ones, perhaps row by row."""
         nbytes = sum(self.stored(stored).nbytes for stored in sources.values())
-        self._made[name] = QuantisedTensor(name, shape, sources, nbytes, make)
+        self._made[name] = QuantisedTensor(name, shape, sources, nbytes, make, by_rows)
         self._taken.update(sources.values())
 
     def drop(self, names: Iterable[str]) -> None:

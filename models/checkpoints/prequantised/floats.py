@@ -126,7 +126,8 @@ def read_mxfp4(settings: Settings, builder: Builder) -> None:
             )
         builder.stored(scales, "U8")
         builder.check_shape(scales, (*rows, groups))
-        builder.add(name, (*rows, groups * 32), {"blocks": blocks, "scales": scales}, _mxfp4)
+        sources = {"blocks": blocks, "scales": scales}
+        builder.add(name, (*rows, groups * 32), sources, _mxfp4, by_rows=True)
     settings.check_known("mxfp4", ("dequantize",))
 
 

@@ -1,6 +1,7 @@
 """C++ kernels for the CPU, called through XLA's foreign-function interface."""
 
 from .attention import attention
+from .grouped import grouped_gated_matmul, grouped_products
 from .library import ISAS, Library, load, why_unavailable
 from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
@@ -15,6 +16,8 @@ __all__ = [
     "attention",
     "can_pack",
     "gated_matmul",
+    "grouped_gated_matmul",
+    "grouped_products",
     "largest",
     "load",
     "logsumexp",

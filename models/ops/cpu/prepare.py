@@ -18,7 +18,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def prepare(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray | jax.Array:
-    """A matrix `[R, C]` packed for the CPU kernels or, where `can_pack` is False, dense.
+    """A matrix `[R, C]`, or several `[E, R, C]`, packed for the CPU kernels or, where `can_pack` is False, dense.
 
     Both hold exactly what `dequantize` gives. Products of 8-bit floats and scales fit bfloat16 only
     where scales are powers of two or nearly so; otherwise the dense matrix is float32.
@@ -32,6 +32,8 @@ def prepare(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray | ja
 
 def _widen(array: QuantArray, empty: Empty) -> np.ndarray:
     """The dense matrix, bfloat16 if that is exact, a slice of rows at a time."""
+    shape = array.shape
+    array = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), array)
     rows, columns = array.shape
     wide = empty((rows, columns), np.dtype(np.float32))
     exact = True
@@ -42,7 +44,7 @@ def _widen(array: QuantArray, empty: Empty) -> np.ndarray:
         exact = exact and np.array_equal(values.astype(_BFLOAT16), values, equal_nan=True)
         wide[start : start + step] = values
     if not exact:
-        return wide
+        return wide.reshape(shape)
     narrow = empty((rows, columns), _BFLOAT16)
     narrow[...] = wide
-    return narrow
+    return narrow.reshape(shape)
