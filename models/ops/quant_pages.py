@@ -1,0 +1,57 @@
+"""Pages of a cache that keeps keys and values as small integers with a scale to each row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+#: Largest code; -128 is left out, so that codes are symmetric.
+_MOST = 127
+
+
+@struct.dataclass
+class QuantPages:
+    """A pool of int8 pages. The row of a token and KV head is `codes * scale`.
+
+    Attributes:
+      codes: int8, with the shape that plain pages have: keys `[P, K, H, Z]`, values `[P, K, Z, H]`.
+      scale: float32 `[P, K, Z]`.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the codes."""
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of the codes."""
+        return self.codes.dtype
+
+
+#: What one side of a layer's cache is kept in: floats (also float8_e4m3fn), or codes with scales.
+Pages = jax.Array | QuantPages
+
+
+def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Codes int8 `[..., H]` and scales float32 `[...]` of `rows [..., H]`.
+
+    The scale is the row's largest magnitude over 127, so no code is clipped and the error is at
+    most half a scale. A row of zeros has scale 0; one with a NaN gets scale NaN.
+    """
+    wide = rows.astype(jnp.float32)
+    scale = jnp.abs(wide).max(axis=-1) / _MOST
+    inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
+    codes = jnp.round(wide * inverse[..., None])
+    return jnp.clip(codes, -_MOST, _MOST).astype(jnp.int8), scale
+
+
+def widen(pages: Pages, axis: int) -> jax.Array:
+    """The numbers that pages stand for, float32; `axis` is the one of H."""
+    if isinstance(pages, QuantPages):
+        return pages.codes.astype(jnp.float32) * jnp.expand_dims(pages.scale, axis)
+    return pages.astype(jnp.float32)

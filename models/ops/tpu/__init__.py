@@ -1,0 +1,6 @@
+"""Pallas kernels for TPUs."""
+
+from .append import append, value_shape
+from .attention import attention
+
+__all__ = ["append", "attention", "value_shape"]
