@@ -1,0 +1,266 @@
+"""Products with weights that are read as they are stored, and made wide in vector memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ...errors import StokerError
+from ...quantized import QuantArray, Weight
+from .common import EXACT, LANES, VMEM_BYTES
+from .widen import PIECE, Format, format_of, read_scales, scratch_width, why_unsupported, widen
+
+#: Bytes of weights of a block: enough for a transfer to be worth its start.
+_BLOCK_BYTES = 2**20
+#: Bytes of a block of activations, and most of its rows.
+_ROWS_BYTES, _ROWS = 4 * 2**20, 512
+
+
+def matmul(
+    x: jax.Array,
+    weight: QuantArray,
+    *,
+    dtype: Any = jnp.float32,
+    interpret: Any = False,
+) -> jax.Array:
+    """`x [T, C]` times the transpose of a quantised `weight [R, C]`: `[T, R]` of `dtype`.
+
+    Codes and scales are read once for every `_ROWS` rows of x; the weights that they stand for
+    exist in vector memory only, a few columns at a time, rounded to x's type. Sums are float32.
+
+    Args:
+      x: bfloat16 or float32.
+      weight: what `why_unsupported` has nothing against.
+      dtype: of the result.
+      interpret: run the kernel as plain JAX, on any platform.
+
+    Raises:
+      StokerError: for a format that the kernel does not read.
+    """
+    T = x.shape[0]
+    rows = _row_block(T, x.shape[1], x.dtype)
+    tiles = -(-T // rows)
+    number = jnp.arange(tiles, dtype=jnp.int32)
+    visits = _Visits(
+        group=jnp.zeros(tiles, jnp.int32),
+        tile=number,
+        first=number * rows,
+        last=jnp.minimum((number + 1) * rows, T),
+    )
+    leading = jax.tree.map(lambda leaf: leaf[None], weight)
+    return _product(x, leading, visits, rows, dtype, interpret)
+
+
+def grouped_matmul(
+    x: jax.Array,
+    weight: Weight,
+    sizes: jax.Array,
+    *,
+    dtype: Any = jnp.float32,
+    interpret: Any = False,
+) -> jax.Array:
+    """Rows `x [T, C]`, sorted by group, times the transpose of their group's matrix.
+
+    A group's matrix is read once for every block of rows that it meets; those of groups without
+    rows are not read.
+
+    Args:
+      x: the first `sizes[0]` rows belong to group 0, and so on; bfloat16 or float32.
+      weight: `[E, R, C]`, dense or quantised.
+      sizes: int32 `[E]`, which sum to T.
+      dtype: of the result.
+      interpret: run the kernel as plain JAX, on any platform.
+
+    Returns:
+      `[T, R]` of `dtype`, computed as `matmul` does.
+
+    Raises:
+      StokerError: for a format that the kernel does not read.
+    """
+    T = x.shape[0]
+    rows = _row_block(T, x.shape[1], x.dtype)
+    return _product(x, weight, group_visits(sizes, T, rows), rows, dtype, interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Visits:
+    """Blocks of rows that meet a group's matrix: int32 `[V]` each.
+
+    Attributes:
+      group: whose matrix.
+      tile: which block of rows.
+      first: first row of the group in the block.
+      last: the row after its last one; `first` for a visit that is none.
+    """
+
+    group: jax.Array
+    tile: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+
+def group_visits(sizes: jax.Array, n_rows: int, rows: int) -> _Visits:
+    """The visits of T rows sorted by group, in blocks of `rows`; block by block."""
+    E = sizes.shape[0]
+    end = jnp.cumsum(sizes).astype(jnp.int32)
+    start = end - sizes
+    counts = jnp.where(sizes > 0, (end - 1) // rows - start // rows + 1, 0)
+    ends = jnp.cumsum(counts).astype(jnp.int32)
+    V = -(-n_rows // rows) + min(E, n_rows) - 1
+    visit = jnp.arange(V, dtype=jnp.int32)
+    # Those past the last repeat it with no rows, so that nothing further is read.
+    real = jnp.minimum(visit, ends[-1] - 1)
+    group = jnp.searchsorted(ends, real, side="right").astype(jnp.int32)
+    group = jnp.clip(group, 0, E - 1)
+    tile = jnp.maximum(start[group] // rows + real - (ends - counts)[group], 0)
+    first = jnp.maximum(start[group], tile * rows)
+    last = jnp.minimum(end[group], (tile + 1) * rows)
+    return _Visits(group, tile, first, jnp.where(visit < ends[-1], last, first))
+
+
+def _row_block(T: int, C: int, dtype: Any) -> int:
+    """Rows of x that are multiplied at once: all, or as many as fit."""
+    most = min(_ROWS, _ROWS_BYTES // (C * jnp.dtype(dtype).itemsize))
+    most = max(most // LANES * LANES, LANES)
+    return T if most >= T else most
+
+
+def _output_block(R: int, row_bytes: int) -> int:
+    """Outputs of a block: whole registers, about `_BLOCK_BYTES` of weights."""
+    if R <= LANES:
+        return R
+    return max(LANES, min(_BLOCK_BYTES // row_bytes // LANES * LANES, 512, R // LANES * LANES))
+
+
+def _product(
+    x: jax.Array, weight: Weight, visits: _Visits, rows: int, dtype: Any, interpret: Any
+) -> jax.Array:
+    """Rows of x by the matrices `weight [E, R, C]` that `visits` name."""
+    T, C = x.shape
+    R = weight.shape[-2]
+    if isinstance(weight, QuantArray):
+        reason = why_unsupported(weight)
+        if reason:
+            raise StokerError(
+                f"the TPU kernel cannot read a weight of shape {list(weight.shape)}: {reason}; "
+                "use kernels='xla'"
+            )
+        format_, leaves = format_of(weight)
+    else:
+        format_, leaves = None, [weight]
+    operands = _halves(x, format_)
+    block = _output_block(R, leaves[0].shape[-1] * leaves[0].dtype.itemsize)
+    scratch = []
+    if format_ is not None:
+        n = 2 if format_.kinds[1] else 1
+        scratch = [pltpu.VMEM((block, scratch_width(format_)), jnp.float32)] * n
+
+    def at_tile(r: int, v: int, group: jax.Array, tile: jax.Array, *_: jax.Array):  # noqa: ANN202
+        return tile[v], 0
+
+    def at_group(r: int, v: int, group: jax.Array, *_: jax.Array):  # noqa: ANN202
+        return group[v], r, 0
+
+    return pl.pallas_call(
+        functools.partial(_kernel, format_=format_, n_x=len(operands), rows=rows),
+        out_shape=jax.ShapeDtypeStruct((T, R), dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(-(-R // block), visits.tile.shape[0]),
+            in_specs=[
+                *(pl.BlockSpec((rows, part.shape[1]), at_tile) for part in operands),
+                *(pl.BlockSpec((1, block, leaf.shape[-1]), at_group) for leaf in leaves),
+            ],
+            out_specs=pl.BlockSpec((rows, block), lambda r, v, group, tile, *_: (tile[v], r)),
+            scratch_shapes=[pltpu.VMEM((rows, block), jnp.float32), *scratch],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        interpret=interpret,
+        name="stoker_matmul" if weight.shape[0] == 1 else "stoker_grouped_matmul",
+    )(visits.group, visits.tile, visits.first, visits.last, *operands, *leaves)
+
+
+def _halves(x: jax.Array, format_: Format | None) -> list[jax.Array]:
+    """x, or its columns in the order of the low and of the high halves of 4-bit codes."""
+    if format_ is None or format_.bits == 8:
+        return [x]
+    T, C = x.shape
+    split = x.reshape(T, C // (2 * format_.span), 2, format_.span)
+    return [split[:, :, half].reshape(T, C // 2) for half in range(2)]
+
+
+def _kernel(
+    group_ref: Any,
+    tile_ref: Any,
+    first_ref: Any,
+    last_ref: Any,
+    *refs: Any,
+    format_: Format | None,
+    n_x: int,
+    rows: int,
+) -> None:
+    """A block of outputs for the rows of one visit."""
+    n_factors = 0 if format_ is None else sum(map(bool, format_.kinds))
+    x_refs, codes_ref = refs[:n_x], refs[n_x]
+    factor_refs = list(refs[n_x + 1 : n_x + 1 + n_factors])
+    out_ref, sum_ref, *scratch = refs[n_x + 1 + n_factors :]
+    v = pl.program_id(1)
+    first, last = first_ref[v], last_ref[v]
+
+    @pl.when(first < last)
+    def _() -> None:
+        if format_ is not None:
+            read_scales(factor_refs, format_, scratch)
+        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+        work = x_refs[0].dtype
+        precision = EXACT if work == jnp.float32 else None
+
+        def piece(start: Any, width: int) -> None:
+            """Adds the products of some columns: `width` bytes of codes from `start` on."""
+            columns = pl.ds(start, width)
+            stored = codes_ref[0, :, columns]
+            if format_ is None:
+                wide = [stored.astype(work)]
+            else:
+                wide = widen(stored, start, format_, scratch, work)
+            for x_ref, weights in zip(x_refs, wide, strict=True):
+                sum_ref[...] += jax.lax.dot_general(
+                    x_ref[:, columns],
+                    weights,
+                    (((1,), (1,)), ((), ())),
+                    precision=precision,
+                    preferred_element_type=jnp.float32,
+                )
+
+        width = codes_ref.shape[-1]
+        whole = width // PIECE
+        if whole == 1:
+            piece(0, PIECE)
+        elif whole:
+            jax.lax.fori_loop(
+                0, whole, lambda i, _: (piece(pl.multiple_of(i * PIECE, PIECE), PIECE), 0)[1], 0
+            )
+        if width % PIECE:
+            piece(whole * PIECE, width % PIECE)
+
+        tile = tile_ref[v]
+        row = tile * rows + jax.lax.broadcasted_iota(jnp.int32, sum_ref.shape, 0)
+        own = (row >= first) & (row < last)
+        result = sum_ref[...].astype(out_ref.dtype)
+        fresh = (v == 0) | (tile_ref[jnp.maximum(v - 1, 0)] != tile)
+
+        @pl.when(fresh)
+        def _() -> None:
+            out_ref[...] = jnp.where(own, result, jnp.zeros_like(result))
+
+        @pl.when(jnp.logical_not(fresh))
+        def _() -> None:
+            out_ref[...] = jnp.where(own, result, out_ref[...])
