@@ -55,3 +55,26 @@ def widen(pages: Pages, axis: int) -> jax.Array:
     if isinstance(pages, QuantPages):
         return pages.codes.astype(jnp.float32) * jnp.expand_dims(pages.scale, axis)
     return pages.astype(jnp.float32)
+
+
+def store(
+    pages: Pages, rows: jax.Array, page: jax.Array, offset: jax.Array, token_axis: int
+) -> Pages:
+    """`rows [T, K, H]` written to their places, in place where `pages` is donated, by XLA.
+
+    Args:
+      pages: `[P, K, H, Z]` or `[P, K, Z, H]`.
+      rows: floats.
+      page: int32 `[T]`.
+      offset: int32 `[T]`, the token of the page.
+      token_axis: the axis of Z, 3 or 2.
+    """
+
+    def put(array: jax.Array, values: jax.Array) -> jax.Array:
+        places = array.at[page, :, offset] if token_axis == 2 else array.at[page, :, :, offset]
+        return places.set(values.astype(array.dtype))
+
+    if not isinstance(pages, QuantPages):
+        return put(pages, rows)
+    codes, scale = quantize_rows(rows)
+    return QuantPages(put(pages.codes, codes), pages.scale.at[page, :, offset].set(scale))
