@@ -211,14 +211,14 @@ def _kernel(
     narrow = q_ref.dtype != jnp.float32 and k_ref.dtype != jnp.float32
     work = jnp.bfloat16 if narrow else jnp.float32
     precision = None if narrow else _EXACT
-    queries = plgpu.load(q_ref, mask=inside, other=0).astype(work)
+    queries = plgpu.load(q_ref, mask=inside, other=0.0).astype(work)
     row_position = jnp.minimum(position + row // sizes.G, last)
 
     def body(index: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         peak, total, weighted = carry
         page = table_ref[slot, index]
         key = index * Z + jnp.arange(Z)
-        keys = plgpu.load(k_ref.at[page], mask=(lane < H)[:, None], other=0)
+        keys = plgpu.load(k_ref.at[page], mask=(lane < H)[:, None], other=_zero(k_ref))
         score = _dot(queries, keys, work, precision)
         if sizes.quantised:
             score = score * pools[1][page][None, :]
@@ -235,7 +235,7 @@ def _kernel(
         total = total * decay + weights.sum(axis=1)
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         written = (key <= last)[:, None] & (lane < H)[None, :]
-        values = plgpu.load(v_ref.at[page], mask=written, other=0)
+        values = plgpu.load(v_ref.at[page], mask=written, other=_zero(v_ref))
         if sizes.quantised:
             weights = weights * jnp.where(key <= last, pools[3][page], 0)[None, :]
         added = _dot(weights, values, work, precision)
@@ -261,3 +261,8 @@ def _dot(a: jax.Array, b: jax.Array, work: Any, precision: Any) -> jax.Array:
         precision=precision,
         preferred_element_type=jnp.float32,
     )
+
+
+def _zero(ref: Any) -> int | float:
+    """What fills the lanes of a load that are not there: Triton casts no integer to a float8."""
+    return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

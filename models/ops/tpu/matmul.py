@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...errors import StokerError
 from ...quantized import QuantArray, Weight
+from ..visits import Visits, group_visits, halves, one_group
 from .common import EXACT, LANES, VMEM_BYTES
 from .widen import PIECE, Format, format_of, read_scales, scratch_width, why_unsupported, widen
 
@@ -43,18 +43,10 @@ def matmul(
     Raises:
       StokerError: for a format that the kernel does not read.
     """
-    T = x.shape[0]
-    rows = _row_block(T, x.shape[1], x.dtype)
-    tiles = -(-T // rows)
-    number = jnp.arange(tiles, dtype=jnp.int32)
-    visits = _Visits(
-        group=jnp.zeros(tiles, jnp.int32),
-        tile=number,
-        first=number * rows,
-        last=jnp.minimum((number + 1) * rows, T),
-    )
+    T, C = x.shape
+    rows = _row_block(T, C, x.dtype)
     leading = jax.tree.map(lambda leaf: leaf[None], weight)
-    return _product(x, leading, visits, rows, dtype, interpret)
+    return _product(x, leading, one_group(T, rows), rows, dtype, interpret)
 
 
 def grouped_matmul(
@@ -88,42 +80,6 @@ def grouped_matmul(
     return _product(x, weight, group_visits(sizes, T, rows), rows, dtype, interpret)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Visits:
-    """Blocks of rows that meet a group's matrix: int32 `[V]` each.
-
-    Attributes:
-      group: whose matrix.
-      tile: which block of rows.
-      first: first row of the group in the block.
-      last: the row after its last one; `first` for a visit that is none.
-    """
-
-    group: jax.Array
-    tile: jax.Array
-    first: jax.Array
-    last: jax.Array
-
-
-def group_visits(sizes: jax.Array, n_rows: int, rows: int) -> _Visits:
-    """The visits of T rows sorted by group, in blocks of `rows`; block by block."""
-    E = sizes.shape[0]
-    end = jnp.cumsum(sizes).astype(jnp.int32)
-    start = end - sizes
-    counts = jnp.where(sizes > 0, (end - 1) // rows - start // rows + 1, 0)
-    ends = jnp.cumsum(counts).astype(jnp.int32)
-    V = -(-n_rows // rows) + min(E, n_rows) - 1
-    visit = jnp.arange(V, dtype=jnp.int32)
-    # Those past the last repeat it with no rows, so that nothing further is read.
-    real = jnp.minimum(visit, ends[-1] - 1)
-    group = jnp.searchsorted(ends, real, side="right").astype(jnp.int32)
-    group = jnp.clip(group, 0, E - 1)
-    tile = jnp.maximum(start[group] // rows + real - (ends - counts)[group], 0)
-    first = jnp.maximum(start[group], tile * rows)
-    last = jnp.minimum(end[group], (tile + 1) * rows)
-    return _Visits(group, tile, first, jnp.where(visit < ends[-1], last, first))
-
-
 def _row_block(T: int, C: int, dtype: Any) -> int:
     """Rows of x that are multiplied at once: all, or as many as fit."""
     most = min(_ROWS, _ROWS_BYTES // (C * jnp.dtype(dtype).itemsize))
@@ -139,7 +95,7 @@ def _output_block(R: int, row_bytes: int) -> int:
 
 
 def _product(
-    x: jax.Array, weight: Weight, visits: _Visits, rows: int, dtype: Any, interpret: Any
+    x: jax.Array, weight: Weight, visits: Visits, rows: int, dtype: Any, interpret: Any
 ) -> jax.Array:
     """Rows of x by the matrices `weight [E, R, C]` that `visits` name."""
     T, C = x.shape
@@ -154,7 +110,8 @@ def _product(
         format_, leaves = format_of(weight)
     else:
         format_, leaves = None, [weight]
-    operands = _halves(x, format_)
+    split = format_ is not None and format_.bits == 4
+    operands = halves(x, format_.span) if split else [x]
     block = _output_block(R, leaves[0].shape[-1] * leaves[0].dtype.itemsize)
     scratch = []
     if format_ is not None:
@@ -186,15 +143,6 @@ def _product(
         interpret=interpret,
         name="stoker_matmul" if weight.shape[0] == 1 else "stoker_grouped_matmul",
     )(visits.group, visits.tile, visits.first, visits.last, *operands, *leaves)
-
-
-def _halves(x: jax.Array, format_: Format | None) -> list[jax.Array]:
-    """x, or its columns in the order of the low and of the high halves of 4-bit codes."""
-    if format_ is None or format_.bits == 8:
-        return [x]
-    T, C = x.shape
-    split = x.reshape(T, C // (2 * format_.span), 2, format_.span)
-    return [split[:, :, half].reshape(T, C // 2) for half in range(2)]
 
 
 def _kernel(
