@@ -160,3 +160,26 @@ def check(step: Step, result: tuple[jax.Array, Pages, Pages], tolerance: float) 
         np.testing.assert_allclose(
             stored(pages, axes)[step.live], wanted[step.live], rtol=rounding, atol=0
         )
+
+
+#: What both Pallas attentions are compared on: every group size, head width, page size, feature and
+#: page type that matters, in few steps. Slots without rows have meaningless lengths.
+GRID = {
+    "one_token": Case((1,), (1,), N=1, K=1, H=64, padding=0),
+    "decode": Case((1, 1, 1, 1), (5, 300, 1, 16), N=9, K=3, H=64),
+    "empty_slots": Case((0, 1, 0, 3), (9999, 40, 0, 3), N=4, K=4, H=80, Z=32),
+    "mixed": Case((40, 1, 0, 5, 1), (90, 20, 9999, 5, 1), N=8, K=1, H=96, Z=16),
+    "group_of_16": Case((20, 1), (52, 33), N=32, K=2, H=128, Z=16),
+    "wide_head": Case((1, 7), (100, 7), N=2, K=1, H=256, Z=128),
+    "window": Case((30, 1, 1), (200, 90, 3), N=4, K=2, H=64, Z=16, window=20),
+    "window_of_one": Case((3, 1), (35, 33), N=2, K=2, H=64, Z=16, window=1),
+    "cap_and_sinks": Case((9, 1), (60, 31), N=6, K=2, H=64, Z=32, softcap=2.0, sinks=True),
+    "window_and_sinks": Case((1, 1), (90, 2), N=4, K=1, H=64, Z=16, window=40, sinks=True),
+    "bfloat16": Case((18, 1), (70, 30), N=8, K=2, H=128, Z=32, dtype="bfloat16", pages="bfloat16"),
+    "int8_decode": Case((1, 1), (70, 31), N=4, K=2, H=64, Z=32, pages="int8"),
+    "int8_prompt": Case((33, 1), (64, 40), N=4, K=1, H=80, Z=64, pages="int8", window=30),
+    "float8": Case((5, 1), (64, 33), N=4, K=2, H=64, Z=32, pages="float8_e4m3fn"),
+}
+#: Largest error beside float64, relative and absolute. Float32 operands are multiplied exactly;
+#: bfloat16 ones leave the rounding of softmax weights (2**-9 of each) and of the output.
+TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
