@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..sharding import Rules
 from .checkpoints.gguf import GGUFCheckpoint
+from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import Kernels, ModelConfig
 from .errors import StokerError
@@ -21,12 +23,15 @@ from .families import Family, family_for, family_of_type
 from .families.gguf_config import model_config as config_from_gguf
 from .families.hf_config import ConfigJson
 from .families.hf_config import model_config as config_from_json
-from .families.naming import Naming, TensorUse
-from .host_arrays import Arena, aligned_empty
+from .families.naming import Naming
+from .host_arrays import Arena
 from .json_files import read_json
 from .ops import cpu
-from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
-from .quantized import QuantArray, dequantize
+from .parameters import Params, abstract_params, named_parameters, unflatten
+from .placement import place_parameter, split_config
+from .quantise import Quantisation
+from .quantized import QuantArray
+from .reading import WHOLE, Progress, is_turned, read_parameters
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
 from .tokenizers.folder import tokenizer_from_folder
@@ -34,9 +39,7 @@ from .tokenizers.gguf import tokenizer_from_gguf
 
 _LOG = logging.getLogger("stoker")
 
-Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint
-#: Called with the bytes done and the bytes in all.
-Progress = Callable[[int, int], None]
+Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint | QuantisedCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Model:
       tokenizer: of the checkpoint; None where weights are random.
       file_bytes: size of the checkpoint.
       load_seconds: from the name to the parameters on the device; None likewise.
+      mesh: the devices that the model is split over, as `config.split` says; None for one device.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Model:
     tokenizer: Tokenizer | None = dataclasses.field(repr=False)
     file_bytes: int
     load_seconds: float | None
+    mesh: jax.sharding.Mesh | None = None
 
 
 def load_model(
@@ -69,6 +74,9 @@ def load_model(
     kv_dtype: str | None = None,
     kernels: str | None = None,
     activations: str | None = None,
+    quantize: str | Quantisation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a model by alias, GGUF file (any shard of a split one), folder or `hf:` name.
@@ -82,16 +90,23 @@ def load_model(
       kv_dtype: of cached keys and values; by default `dtype`, but bfloat16 beside int8 activations.
       kernels: "xla" or "cpu"; by default what `choose_kernels` says.
       activations: "float32" or "int8"; likewise.
+      quantize: makes the dense matrices of the checkpoint int8 or int4 as they are read, for
+        example "int4:group=64" (see `Quantisation.parse`).
+      mesh: devices to split the model over, each of which gets its part straight from the file.
+      rules: in place of those of `sharding.RULES` for the logical axes they name.
       progress: told how many bytes of the checkpoint have been read.
 
     Raises:
       StokerError: the model cannot be found, is damaged or is not supported.
     """
     start = time.perf_counter()
+    how = Quantisation.parse(quantize) if isinstance(quantize, str) else quantize
     path = resolve(name)
     opened = open_checkpoint(path)
     chosen = choose_kernels(kernels, activations)
     config = choose_numerics(opened.config, dtype, kv_dtype, chosen)
+    if mesh is not None:
+        config = split_config(config, mesh, rules)
     check_tensors(opened.checkpoint, opened.family, config)
     tokenizer = opened.tokenizer()
     # More rows than tokens is padding; fewer would leave tokens without an embedding.
@@ -100,10 +115,12 @@ def load_model(
             f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
             f"{config.vocab_size} rows; convert the model again"
         )
-    params = load_params(opened.checkpoint, opened.family, config, progress=progress)
+    params = load_params(
+        opened.checkpoint, opened.family, config, mesh=mesh, quantise=how, progress=progress
+    )
     jax.block_until_ready(params)
-    seconds = time.perf_counter() - start
-    return Model(str(name), path, config, params, tokenizer, opened.checkpoint.file_bytes, seconds)
+    seconds, size = time.perf_counter() - start, opened.checkpoint.file_bytes
+    return Model(str(name), path, config, params, tokenizer, size, seconds, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +149,11 @@ def open_checkpoint(path: pathlib.Path) -> Opened:
     if is_safetensors_folder(path):
         json = ConfigJson(read_json(path / "config.json"))
         family = family_of_type(json.value("model_type"))
-        files = SafetensorsCheckpoint.open(path)
+        files: Checkpoint
+        if json.has("quantization_config"):
+            files = open_prequantised(path, json.value("quantization_config"))
+        else:
+            files = SafetensorsCheckpoint.open(path)
         config = config_from_json(family, json, files.tensors)
         return Opened(files, family, config, lambda: tokenizer_from_folder(path))
     gguf = GGUFCheckpoint.open(path)
@@ -143,7 +164,8 @@ def open_checkpoint(path: pathlib.Path) -> Opened:
 
 def naming_of(checkpoint: Checkpoint, family: Family) -> Naming:
     """How this kind of checkpoint calls the parameters of `family`."""
-    return family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
+    naming = family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
+    return naming.fitting(checkpoint.tensors)
 
 
 def choose_numerics(
@@ -190,12 +212,16 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
     if missing:
         raise StokerError(f"the file lacks {_some(missing)}; give a complete checkpoint")
     for name, use in uses.items():
-        if tensors[name].shape != use.shape:
+        wanted = use.shape
+        if is_turned(checkpoint, name, use):
+            wanted = (*wanted[:-2], wanted[-1], wanted[-2])
+        if tensors[name].shape != wanted:
             raise StokerError(
                 f"tensor '{name}' has shape {list(tensors[name].shape)} where the configuration "
-                f"needs {list(use.shape)}; convert the model again"
+                f"needs {list(wanted)}; convert the model again"
             )
     unused = tensors.keys() - uses.keys() - naming.spare_tensors(config)
+    unused = {name for name in unused if not naming.unread(name, config)}
     if unused:
         raise StokerError(
             f"the file has {_some(sorted(unused))}, which family '{family.name}' does not use; "
@@ -209,6 +235,8 @@ def load_params(
     config: ModelConfig,
     *,
     place: Callable[[str, np.ndarray], jax.Array] = lambda _, leaf: jax.device_put(leaf),
+    quantise: Quantisation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
 ) -> Params:
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
@@ -220,60 +248,39 @@ def load_params(
       checkpoint: an open checkpoint.
       family: of the checkpoint.
       config: the architecture of the checkpoint.
-      place: puts one leaf of a parameter (given its dotted path) on the device or devices.
+      place: puts one leaf of a parameter (given its dotted path) on the device.
+      mesh: places parameters instead, as `config.split` says; rows are read part by part.
+      quantise: what becomes of dense matrices; None: they stay dense.
       progress: told how many bytes of tensors have been read.
 
     Returns:
       The tree of `abstract_params(config)`: quantised matrices as `QuantArray` (packed where the
       CPU kernels run), dense ones in the file's own type, norms and biases in float32.
     """
-    abstract = abstract_params(config)
-    naming, tensors = naming_of(checkpoint, family), checkpoint.tensors
-    uses = naming.uses(config)
-    parameters = dict(named_parameters(abstract))
-    # Several parameters may share a tensor: each reads its rows of it.
-    sizes = {
-        path: sum(tensors[name].nbytes for name in use.tensors)
-        // use.shape[0]
-        * len(range(use.shape[0])[use.rows])
-        for path, use in uses.items()
-    }
-    total, done = sum(sizes.values()), 0
     values: dict[str, Any] = {}
-    arena = Arena()
-    for path in sorted(parameters, key=lambda path: -sizes[path]):
-        order = naming.row_order(path, config)
-        value = _parameter(checkpoint, uses[path], parameters[path], order)
-        # Experts stay as they are: only the reference multiplies with them, so far.
-        packs = isinstance(value, QuantArray) and value.ndim == 2
-        if config.kernels.platform == "cpu" and packs:
-            value = cpu.pack(value, arena.empty)
-        values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        done += sizes[path]
-        if progress is not None:
-            progress(done, total)
-    return unflatten(abstract, values)
-
-
-def _parameter(
-    checkpoint: Checkpoint, use: TensorUse, parameter: Parameter, order: np.ndarray | None
-) -> Any:
-    """One parameter with NumPy leaves, its rows in `order` where that is given."""
-    value: Any = None
-    for index, name in enumerate(use.tensors):
-        part: Any = checkpoint.load(name, use.rows)
-        checkpoint.release(name)
-        if len(use.tensors) == 1 and part.shape == parameter.shape:
-            value = part
+    arena, widened = Arena(), 0
+    parameters = dict(named_parameters(abstract_params(config)))
+    for path, read in read_parameters(
+        checkpoint, naming_of(checkpoint, family), config, quantise=quantise, progress=progress
+    ):
+        if mesh is not None:
+            values[path] = place_parameter(parameters[path], config, mesh, read, arena.empty)
             continue
-        if value is None:
-            value = aligned_empty(parameter.shape, part.dtype)
-        value[index] = part
-    if parameter.dtype != "any":
-        dense = dequantize(value) if isinstance(value, QuantArray) else value
-        value = np.asarray(dense, parameter.dtype) + np.asarray(use.added, parameter.dtype)
-    # A gather of rows moves codes and scales together: nothing is requantised.
-    return value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+        value = read(WHOLE)
+        packs = isinstance(value, QuantArray)
+        if config.kernels.platform == "cpu" and packs:
+            value = cpu.prepare(value, arena.empty)
+            widened += not isinstance(value, cpu.PackedArray)
+        values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
+        # What is packed or placed must not stay while the next one is read.
+        del value
+    if widened:
+        _LOG.warning(
+            "stoker: %d matrices of 8-bit floats are held as bfloat16 or float32, since the CPU "
+            "kernels multiply with integers only; kernels='xla' keeps them as they are",
+            widened,
+        )
+    return unflatten(abstract_params(config), values)
 
 
 def _some(names: list[str]) -> str:

@@ -17,7 +17,9 @@ from .config import DTYPES, LayerKind, ModelConfig, Rope
 from .errors import StokerError
 from .ops import cpu
 from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
+from .parts import Latent, Router
 from .quantized import QuantArray
+from .rotary import yarn_factors
 
 #: Formats of the matrices: dense types, and codes in groups of 32 with a float16 scale (int4 with
 #: a minimum too, as GGUF's Q4_1 and Q8_0 have them).
@@ -63,6 +65,9 @@ def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
         made: dict[str, Any] = {"rope": _rope(fields.get("rope", {}))}
         if "local_rope" in fields:
             made["local_rope"] = _rope(fields["local_rope"])
+        for part, kind in (("latent", Latent), ("router", Router)):
+            if part in fields:
+                made[part] = kind(**fields[part])
         made["kinds"] = tuple(LayerKind(**kind) for kind in fields.get("kinds", ()))
         config = ModelConfig(**(fields | made))
     except (TypeError, ValueError) as error:
@@ -75,6 +80,10 @@ def _config(name: str, fields: dict[str, Any]) -> ModelConfig:
 
 
 def _rope(fields: dict[str, Any]) -> Rope:
+    """A `Rope` of its fields, where `yarn` may stand for `factors`: the arguments for them."""
+    if "yarn" in fields:
+        made = yarn_factors(fields["theta"], fields["dims"], **fields["yarn"])
+        fields = {key: value for key, value in fields.items() if key != "yarn"} | {"factors": made}
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     return Rope(**(fields | lists))
 
@@ -92,7 +101,7 @@ def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
     abstract = abstract_params(config)
     values: dict[str, Any] = {}
     for name, parameter in named_parameters(abstract):
-        if len(parameter.shape) == 1:
+        if parameter.dtype != "any":
             fill = jnp.zeros if name.endswith("bias") else jnp.ones
             values[name] = fill(parameter.shape, parameter.dtype)
         else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf_deepseek import is_deepseek, join_kv, split_kv, write_keys
 from gguf_files import byte_vocabulary
 
 #: `model_type` to architecture, and whether rows of Q and K are permuted.
@@ -27,17 +28,24 @@ ARCHITECTURES = {
     "phi3": ("phi3", False),
     "olmo2": ("olmo2", False),
     "granite": ("granite", True),
+    "deepseek_v2": ("deepseek2", False),
+    "deepseek_v3": ("deepseek2", False),
 }
 
 
-def write_gguf_model(model: Any, path: pathlib.Path, quantisation: str = "F32") -> pathlib.Path:
-    """Writes `model`; matrices get `quantisation`, and its weights become what that stands for."""
+def write_gguf_model(
+    model: Any, path: pathlib.Path, quantisation: str = "F32", *, fused_kv: bool = False
+) -> pathlib.Path:
+    """Writes `model`; matrices get `quantisation`, and its weights become what that stands for.
+
+    `fused_kv` leaves DeepSeek's `kv_b_proj` whole, as older files do.
+    """
     import torch
 
     config = model.config
     architecture, permuted = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
-    _write_keys(writer, config)
+    _write_keys(writer, config, fused_kv)
     for key, value in byte_vocabulary(config.vocab_size).items():
         kind = _KINDS.get(type(value)) or gguf.GGUFValueType.get_type(value)
         element = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
@@ -45,11 +53,20 @@ def write_gguf_model(model: Any, path: pathlib.Path, quantisation: str = "F32") 
     number = {name: value for value, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     kind = gguf.GGMLQuantizationType[quantisation]
-    for name, weight in model.named_parameters():
+    biases = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+    for name, weight in [*model.named_parameters(), *biases]:
         stem, _, ending = name.rpartition(".")
         values = weight.detach().numpy()
+        if stem.endswith("kv_b_proj") and not fused_kv:
+            parts = split_kv(values, config)
+            if quantisation != "F32":
+                for part, matrix in parts.items():
+                    quantised = gguf.quants.quantize(np.ascontiguousarray(matrix), kind)
+                    parts[part] = gguf.quants.dequantize(quantised, kind)
+                with torch.no_grad():
+                    weight.copy_(torch.from_numpy(join_kv(parts)))
         # The scale of a group must not depend on rows that are permuted later.
-        if values.ndim > 1 and quantisation != "F32":
+        elif values.ndim > 1 and quantisation != "F32":
             values = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
             with torch.no_grad():
                 weight.copy_(torch.from_numpy(values))
@@ -64,6 +81,13 @@ def write_gguf_model(model: Any, path: pathlib.Path, quantisation: str = "F32") 
         if ending == "gate_up_proj":  # of all experts
             gate, up = np.split(values, 2, axis=1)
             tensors = {f"{_experts(stem)}_gate_exps": gate, f"{_experts(stem)}_up_exps": up}
+        elif stem.endswith("kv_b_proj") and not fused_kv:
+            block = f"blk.{stem.split('.')[2]}."
+            tensors = {block + part: matrix for part, matrix in parts.items()}
+            ending = ".weight"
+        elif ending == "e_score_correction_bias":
+            tensors = {names.get_name(f"{stem}.e_score_correction"): values}
+            ending = ".bias"
         elif ending == "down_proj":
             tensors = {f"{_experts(stem)}_down_exps": values}
         else:
@@ -106,7 +130,7 @@ def _rope(config: Any) -> dict[str, Any]:
     return config.rope_parameters.get("full_attention", config.rope_parameters)
 
 
-def _write_keys(writer: Any, config: Any) -> None:
+def _write_keys(writer: Any, config: Any, fused_kv: bool) -> None:
     kind, rope = config.model_type, _rope(config)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -116,11 +140,14 @@ def _write_keys(writer: Any, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if is_deepseek(config):
+        write_keys(writer, config, fused_kv)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if kind not in ("gemma", "gemma2"):
         writer.add_rope_freq_base(rope["rope_theta"])
-    if kind != "phi3":
+    if kind != "phi3" and not is_deepseek(config):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if kind == "phi3":
@@ -137,7 +164,7 @@ def _write_keys(writer: Any, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if getattr(config, "num_local_experts", 0):
+    if getattr(config, "num_local_experts", 0) and not is_deepseek(config):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if kind == "qwen3_moe":
