@@ -13,6 +13,7 @@ import mmap
 import os
 import pathlib
 import struct
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -29,7 +30,16 @@ _DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
 }
+#: Types of tensors that need no explanation.
+FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +77,24 @@ class SafetensorsCheckpoint:
     _maps: dict[str, mmap.mmap] = dataclasses.field(repr=False)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> SafetensorsCheckpoint:
+    def open(
+        cls, folder: str | os.PathLike[str], more: Iterable[str] = ()
+    ) -> SafetensorsCheckpoint:
         """Opens the model in `folder`, checking every header and tensor type.
+
+        Types are `FLOATS`, and `more` where a quantised format has others.
 
         The index is the authority where there is one: its files are read and no others, and each
         tensor must be where it says. Raises `StokerError` for damaged or unsupported files.
         """
         folder = pathlib.Path(folder)
-        placed = _weight_map(folder)
+        placed, dtypes = _weight_map(folder), (*FLOATS, *more)
         names = sorted(set(placed.values())) if placed is not None else [FILE]
         tensors: dict[str, StoredTensor] = {}
         maps: dict[str, mmap.mmap] = {}
         total = 0
         for path in (folder / name for name in names):
-            data, found = _open_file(path)
+            data, found = _open_file(path, dtypes)
             total += len(data)
             for tensor in found:
                 if placed is not None and placed.get(tensor.name) != path.name:
@@ -134,7 +148,7 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str] | None:
     return placed
 
 
-def _open_file(path: pathlib.Path) -> tuple[mmap.mmap, list[StoredTensor]]:
+def _open_file(path: pathlib.Path, dtypes: tuple[str, ...]) -> tuple[mmap.mmap, list[StoredTensor]]:
     """One file mapped, and its tensors."""
     try:
         # Only checks here: it would read tensors through a map that keeps their pages.
@@ -157,10 +171,10 @@ def _open_file(path: pathlib.Path) -> tuple[mmap.mmap, list[StoredTensor]]:
         if name == "__metadata__":
             continue
         begin, end = entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in dtypes:
             raise StokerError(
-                f"tensor '{name}' has type {entry['dtype']}, which is not supported; give a model "
-                f"of {', '.join(_DTYPES)}"
+                f"tensor '{name}' has type {entry['dtype']}, which is not supported here; give a "
+                f"model of {', '.join(dtypes)}"
             )
         shape = tuple(entry["shape"])
         tensors.append(StoredTensor(name, entry["dtype"], shape, 8 + length + begin, end - begin))
