@@ -156,8 +156,14 @@ def _product(
     scalars = (visits.group, visits.tile, visits.first, visits.last)
     sums = pl.pallas_call(
         functools.partial(
-            _kernel, format_=format_, n_x=len(operands), n_outputs=R, rows=rows,
-            step=step, steps=steps, share=share,
+            _kernel,
+            format_=format_,
+            n_x=len(operands),
+            n_outputs=R,
+            rows=rows,
+            step=step,
+            steps=steps,
+            share=share,
         ),
         out_shape=jax.ShapeDtypeStruct((splits, T, R), jnp.float32 if splits > 1 else dtype),
         grid=(V, n_out, splits),

@@ -107,11 +107,11 @@ def _place(
     tokens = min(tile_rows(pages.dtype), Z) if single and by_token and Z % 32 == 0 else Z
     page_block = (1, K, tokens, H) if by_token else (1, K, H, tokens)
 
-    def page_index(visit: int, page: jax.Array, row: jax.Array, offset: jax.Array, _: jax.Array):  # noqa: ANN202
+    def page_index(visit: int, page: jax.Array, row: jax.Array, offset: jax.Array, _: jax.Array):
         part = offset[visit] // tokens
         return (page[visit], 0, part, 0) if by_token else (page[visit], 0, 0, part)
 
-    def rows_index(further: int, visit: int, page: jax.Array, row: jax.Array, *_: jax.Array):  # noqa: ANN202
+    def rows_index(further: int, visit: int, page: jax.Array, row: jax.Array, *_: jax.Array):
         return 0, jnp.minimum(row[visit] // block + further, last), 0
 
     several = 1 if single or last == 0 else 2
@@ -163,7 +163,9 @@ def _kernel(
     token = jax.lax.broadcasted_iota(jnp.int32, shape, 0 if by_token else 1)
     index = jax.lax.broadcasted_iota(jnp.int32, shape, 1 if by_token else 0)
     own_row = jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
-    taken = jax.lax.broadcasted_iota(jnp.int32, (tokens, 1) if by_token else (1, tokens), 1 - by_token)
+    taken = jax.lax.broadcasted_iota(
+        jnp.int32, (tokens, 1) if by_token else (1, tokens), 1 - by_token
+    )
     taken = (taken >= offset) & (taken < offset + count)
 
     for head in range(K):
@@ -178,9 +180,7 @@ def _kernel(
             hot = (token - offset == index + first - row).astype(jnp.float32).astype(ref.dtype)
             precision = EXACT if ref.dtype == jnp.float32 else None
             if by_token:
-                part = jnp.dot(
-                    hot, values, precision=precision, preferred_element_type=jnp.float32
-                )
+                part = jnp.dot(hot, values, precision=precision, preferred_element_type=jnp.float32)
             else:
                 part = jax.lax.dot_general(
                     values,

@@ -291,9 +291,7 @@ def _attend(
         scores = []
         for j in range(n):
             keys = _widen(k_ref[j, h], work)
-            part = jnp.dot(
-                queries, keys, precision=precision, preferred_element_type=jnp.float32
-            )
+            part = jnp.dot(queries, keys, precision=precision, preferred_element_type=jnp.float32)
             if sizes.quantised:
                 part = part * buffers[1][j, pl.ds(h, 1), :]
             scores.append(part)
