@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from ..models.config import ModelConfig
+from ..models.pages import PageArray, layer_pages, layer_token_bytes
 from ..models.transformer import LayerCache
-from ..sharding import sharding
 from .pages import PAGE_TOKENS
 
-#: Key pages `[P, K, H, Z]` and value pages `[P, K, Z, H]` of each layer: separate buffers, so that
-#: donating them lets every step write in place. Keys of neighbouring tokens lie together, since a
-#: query meets them element by element; values token by token, since they are added up so.
+#: The arrays of pages of each layer, as `models/pages.py` describes them: separate buffers, so that
+#: donating them lets every step write in place.
 Cache = tuple[LayerCache, ...]
 
 
@@ -24,21 +26,39 @@ def new_cache(
 ) -> Cache:
     """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.kv_dtype`.
 
-    On a mesh, KV heads are split as the projections that fill them.
+    On a mesh, each part of its `data` axis has so many pages of its own, numbered alike; devices
+    along its `sequence` axis have `page_tokens` of every page each; and KV heads lie where the
+    projections that fill them do. Each device gets its part, and no other memory is used.
     """
-    heads = (n_pages + 1, config.n_kv_heads)
-    placement = None
-    if mesh is not None:
-        placement = sharding((None, "kv_heads", None, None), (*heads, 1, 1), mesh)
+    split = config.split
 
-    def pages(*shape: int) -> jax.Array:
-        return jnp.zeros((*heads, *shape), config.cache_dtype, device=placement)
+    def zeros(pages: PageArray) -> jax.Array:
+        sizes = [n_pages + 1, *pages.shape]
+        for at, name in enumerate(pages.axes):
+            if name == "kv_heads":
+                sizes[at] = config.heads.kv.padded
+            elif name is not None:
+                sizes[at] *= split.degree(name)
+        placement = None if mesh is None else NamedSharding(mesh, split.spec(pages.axes))
+        return jnp.zeros(sizes, config.cache_dtype, device=placement)
 
-    Z, H = page_tokens, config.head_dim
-    return tuple((pages(H, Z), pages(Z, H)) for _ in range(config.n_layers))
+    return tuple(
+        tuple(zeros(pages) for pages in layer_pages(config, page_tokens))
+        for _ in range(config.n_layers)
+    )
 
 
 def token_bytes(config: ModelConfig) -> int:
-    """Bytes that one token's keys and values take over all layers."""
-    width = config.n_kv_heads * config.head_dim
-    return 2 * config.n_layers * width * config.cache_dtype.itemsize
+    """Bytes that one token takes over all layers, padding and copies of a mesh left out."""
+    return config.n_layers * layer_token_bytes(config)
+
+
+def page_bytes(config: ModelConfig, page_tokens: int = PAGE_TOKENS) -> int:
+    """Bytes of one page over all layers, on each device: of `page_tokens` tokens and its heads."""
+    elements = 0
+    for pages in layer_pages(config, page_tokens):
+        own = math.prod(pages.shape)
+        if "kv_heads" in pages.axes:
+            own = own // config.n_kv_heads * config.heads.kv.width
+        elements += own
+    return config.n_layers * elements * config.cache_dtype.itemsize

@@ -8,12 +8,18 @@ before all of these, so that they do not depend on how a token was chosen. Rando
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from ..models import ops
-from ..models.config import Kernels
+from ..models.config import Kernels, ModelConfig
+from ..models.transformer import whole_vocabulary
+from ..sharding.collectives import dealt, joined, padded_rows
+
+Tree = TypeVar("Tree")
 
 
 @struct.dataclass
@@ -76,3 +82,65 @@ def choose(
         top_logprobs=top_logits - total[:, None],
         finite=jnp.isfinite(total),
     )
+
+
+def choose_split(
+    logits: jax.Array,
+    sampling: ops.Sampling,
+    history: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    config: ModelConfig,
+    top: int = 0,
+) -> Outputs:
+    """`choose`, where each device of a mesh may have the logits of some tokens only.
+
+    One all-to-all gives each device all logits of some rows; it chooses for these as one device
+    would, so that a row's token does not depend on the mesh; and one all-gather of a few numbers a
+    row tells the others.
+
+    Args:
+      logits: float32 `[B, V/n]`, of `head`; the rest is as of `choose`.
+      sampling: S rows.
+      history: int32 `[S, C]`.
+      slots: int32 `[B]`.
+      positions: int32 `[B]`.
+      config: the architecture; its `split` says how the vocabulary is divided.
+      top: alternatives.
+    """
+    vocab = config.split.axes("vocab")
+    if not vocab:
+        return choose(logits, sampling, history, slots, positions, config.kernels, top)
+    parts = config.split.size(vocab)
+    own_slots = dealt(padded_rows(slots, parts, history.shape[0]), parts, vocab)
+    own_positions = dealt(padded_rows(positions, parts), parts, vocab)
+    rows = whole_vocabulary(logits, config)
+    own = choose(rows, sampling, history, own_slots, own_positions, config.kernels, top)
+    return gather_rows(own, logits.shape[0], vocab)
+
+
+def gather_rows(own: Tree, rows: int, axes: tuple[str, ...]) -> Tree:
+    """What each part found for its rows, for all `rows` on all parts: one all-gather.
+
+    Leaves are float32, int32 or bool, `[B/n]` or `[B/n, k]`.
+    """
+    leaves, structure = jax.tree.flatten(own)
+    words = [_words(leaf) for leaf in leaves]
+    table = joined(jnp.concatenate(words, axis=1), axes)[:rows]
+    found, at = [], 0
+    for leaf, word in zip(leaves, words, strict=True):
+        part = table[:, at : at + word.shape[1]]
+        at += word.shape[1]
+        part = part != 0 if leaf.dtype == bool else _as_type(part, leaf.dtype)
+        found.append(part.reshape(rows, *leaf.shape[1:]))
+    return jax.tree.unflatten(structure, found)
+
+
+def _words(leaf: jax.Array) -> jax.Array:
+    """int32 `[B, k]` of the same bits."""
+    flat = leaf.reshape(leaf.shape[0], -1)
+    return flat.astype(jnp.int32) if flat.dtype == bool else _as_type(flat, jnp.dtype("int32"))
+
+
+def _as_type(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return jax.lax.bitcast_convert_type(words, dtype)

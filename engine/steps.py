@@ -21,9 +21,10 @@ from ..models import ops
 from ..models.config import ModelConfig
 from ..models.ops.layout import DUMP_PAGE, Layout
 from ..models.parameters import Params
-from ..models.transformer import decoder, head
+from ..models.transformer import decoder, head, whole_vocabulary
+from ..sharding.collectives import dealt, padded_rows
 from .cache import Cache
-from .sampling import Outputs, choose
+from .sampling import Outputs, choose_split, gather_rows
 from .sampling_params import SamplingParams
 from .sampling_rows import pack_sampling
 
@@ -164,7 +165,8 @@ def prefill_logits(
 ) -> tuple[Cache, jax.Array]:
     """Runs a chunk and returns the cache and the logits `[B, V]` of each sequence's last row.
 
-    Without a state, `NEWEST` stands for nothing: every token must be given.
+    Where the vocabulary is split over a mesh, each device returns those of its tokens. Without a
+    state, `NEWEST` stands for nothing: every token must be given.
     """
     cache, x = decoder(params, cache, batch.tokens, prefill_layout(batch), config)
     return cache, head(params, x[_last_rows(batch)], config)
@@ -272,13 +274,18 @@ def score(
     batch = jax.tree.map(jnp.asarray, batch)
     layout = prefill_layout(batch)
     cache, x = decoder(params, cache, batch.tokens, layout, config)
-    logits = head(params, x, config)
+    logits = whole_vocabulary(head(params, x, config), config)
+    vocab = config.split.axes("vocab")
+    parts = config.split.size(vocab)
+    own = dealt(padded_rows(jnp.asarray(targets), parts), parts, vocab)
     total = ops.logsumexp(logits, config.kernels)
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    chosen = jnp.take_along_axis(logits, own[:, None], axis=-1)[:, 0]
     wanted = jnp.ones(total.shape, bool)
     best, top_ids = ops.largest(logits, wanted, top, config.kernels)
     state = _lengthened(state, batch.slots, jnp.diff(batch.query_start) > 0, layout.kv_lens)
     scores = Scores(logprobs=chosen - total, top_ids=top_ids, top_logprobs=best - total[:, None])
+    if vocab:
+        scores = gather_rows(scores, x.shape[0], vocab)
     return cache, state, scores
 
 
@@ -292,7 +299,7 @@ def _choose(
     top: int,
 ) -> tuple[State, Outputs]:
     """Chooses tokens `[B]` after `lengths` cached ones; those of `samples` enter the state."""
-    outputs = choose(logits, state.sampling, state.history, slots, lengths, config.kernels, top)
+    outputs = choose_split(logits, state.sampling, state.history, slots, lengths, config, top)
     outside = state.tokens.shape[0]
     chosen = jnp.where(samples, slots, outside)
     state = dataclasses.replace(

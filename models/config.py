@@ -7,9 +7,12 @@ import math
 
 import jax.numpy as jnp
 
+from ..sharding import WHOLE, HeadCut, Split, head_cut
 from .errors import StokerError
+from .parts import PLAIN_ROUTER, Latent, Router
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+#: What is made of gate and up; see `ops.elementwise.gated`.
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 DTYPES = ("float32", "bfloat16")
 PLATFORMS = ("xla", "cpu")
 ACTIVATION_TYPES = ("float32", "int8")
@@ -144,7 +147,8 @@ class ModelConfig:
       tied_head: the embedding table is the output head too.
       attention_bias: query, key and value projections have biases.
       output_bias: the projection after attention has one.
-      mlp_bias: the three projections of the MLP have.
+      attention_sinks: each query head has a score that joins every softmax and has no value.
+      mlp_bias: the three projections of the MLP, or of each expert, have biases.
       pre_norm: attention and MLP read their input through a norm.
       post_norm: their output goes through a norm before the residual sum.
       qk_norm: norm of queries and keys before rotation, one of `QK_NORMS`.
@@ -158,9 +162,19 @@ class ModelConfig:
       n_experts: E, MLPs of each layer, of which a router picks a few for each token; 0: one MLP.
       experts_per_token: how many it picks.
       expert_norm: the weights of those it picks are made to sum to one.
+      router_bias: its scores have a bias.
+      router: how it scores and picks.
+      dense_layers: so many layers at the start have one MLP in place of experts.
+      dense_d_ff: width of that MLP; 0 without such layers.
+      shared_d_ff: width of an MLP beside the experts that every token goes through; 0 for none.
+      latent: attention by latent vectors, of which each token has one in the cache; None for keys
+        and values of their own. `head_dim` is then the width of a query, and K is 1.
+      predict_layers: layers after the last that checkpoints keep for predicting several tokens;
+        they are not loaded.
       dtype: what activations are computed in, one of `DTYPES`.
       kv_dtype: what keys and values are kept in, likewise.
       kernels: who does the arithmetic.
+      split: how the devices of a mesh share the work; sizes above are always the whole model's.
     """
 
     family: str
@@ -179,6 +193,7 @@ class ModelConfig:
     tied_head: bool = False
     attention_bias: bool = False
     output_bias: bool = False
+    attention_sinks: bool = False
     mlp_bias: bool = False
     pre_norm: bool = True
     post_norm: bool = False
@@ -193,9 +208,17 @@ class ModelConfig:
     n_experts: int = 0
     experts_per_token: int = 0
     expert_norm: bool = True
+    router_bias: bool = False
+    router: Router = PLAIN_ROUTER
+    dense_layers: int = 0
+    dense_d_ff: int = 0
+    shared_d_ff: int = 0
+    latent: Latent | None = None
+    predict_layers: int = 0
     dtype: str = "float32"
     kv_dtype: str = "float32"
     kernels: Kernels = Kernels()
+    split: Split = WHOLE
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
@@ -213,10 +236,9 @@ class ModelConfig:
                 f"{self.experts_per_token} experts for each token of {self.n_experts}; at least "
                 "one and at most all can serve"
             )
-        if self.n_experts and self.mlp_bias:
-            raise StokerError("experts with biases are not supported; give a model without them")
         self._check_kinds()
         self._check_numbers()
+        self._check_parts()
         choices = (("activation", ACTIVATIONS), ("qk_norm", QK_NORMS))
         for name, known in (*choices, ("dtype", DTYPES), ("kv_dtype", DTYPES)):
             if getattr(self, name) not in known:
@@ -239,6 +261,35 @@ class ModelConfig:
         for value in (self.attention_softcap, self.logit_softcap):
             if not (math.isfinite(value) and value >= 0):
                 raise StokerError(f"soft-caps must be positive, or 0 for none, not {value}")
+
+    def _check_parts(self) -> None:
+        """Raises `StokerError` unless latent attention, router and MLPs fit the rest."""
+        if self.n_experts:
+            self.router.check(self.n_experts, self.experts_per_token)
+            _positive("factor on the weights of experts", self.router.scale)
+        elif self.router != PLAIN_ROUTER or self.dense_layers or self.shared_d_ff:
+            raise StokerError("a router, dense layers or a shared MLP go with experts; give some")
+        if not 0 <= self.dense_layers <= self.n_layers:
+            raise StokerError(f"{self.dense_layers} dense layers of {self.n_layers} layers")
+        if (self.dense_d_ff > 0) != (self.dense_layers > 0) or min(self.shared_d_ff, 0):
+            raise StokerError(
+                f"the MLP of {self.dense_layers} dense layers cannot be {self.dense_d_ff} wide, "
+                f"and the shared one {self.shared_d_ff}; give positive widths where there is one"
+            )
+        if self.latent is None:
+            return
+        if (self.head_dim, self.n_kv_heads) != (self.latent.head_dim, 1):
+            raise StokerError(
+                f"latent attention with heads of {self.latent.head_dim} needs that head_dim and "
+                f"one KV head, not {self.head_dim} and {self.n_kv_heads}"
+            )
+        if self.rope.dims != self.latent.rope_dim or self.kinds or self.qk_norm != "none":
+            raise StokerError(
+                "latent attention rotates rope_dim elements of every layer alike, without windows "
+                "or norms of queries and keys; give a model of that kind"
+            )
+        if self.attention_bias or self.output_bias:
+            raise StokerError("latent attention with biases is not supported; give a model without")
 
     def for_context(self, tokens: int) -> ModelConfig:
         """The configuration for sequences of up to `tokens`.
@@ -269,6 +320,11 @@ class ModelConfig:
     def group_size(self) -> int:
         """G, query heads per KV head."""
         return self.n_heads // self.n_kv_heads
+
+    @property
+    def heads(self) -> HeadCut:
+        """Which query and KV heads each part has."""
+        return head_cut(self.n_heads, self.n_kv_heads, self.split.degree("heads"))
 
     @property
     def cache_dtype(self) -> jnp.dtype:

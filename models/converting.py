@@ -10,7 +10,6 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -22,8 +21,9 @@ from .checkpoints.safetensors_writer import SHARD_BYTES, SafetensorsWriter
 from .errors import StokerError
 from .loading import Opened, check_tensors, naming_of, open_checkpoint
 from .parameters import abstract_params, named_parameters
+from .placement import Read
 from .quantise import Quantisation, is_matrix
-from .reading import Progress, read_parameters
+from .reading import WHOLE, Progress, read_parameters
 from .sources import resolve
 from .tokenizers.copying import copy_tokenizer_files, write_vocabulary
 
@@ -113,7 +113,7 @@ def convert_model(
 
 def _write(
     folder: pathlib.Path,
-    parameters: Iterator[tuple[str, Any]],
+    parameters: Iterator[tuple[str, Read]],
     opened: Opened,
     to: str,
     shard_bytes: int,
@@ -122,21 +122,22 @@ def _write(
     stored: dict[str, Stored] = {}
     if to == "orbax":
         # Orbax takes the whole tree at once.
-        values = dict(parameters)
+        values = {path: read(WHOLE) for path, read in parameters}
         orbax.write_tree(folder, values)
         return {path: Stored.of(path, value) for path, value in values.items()}
     paths = [path for path, _ in named_parameters(abstract_params(opened.config))]
     room = 64 + sum(_MOST_LEAVES * (len(path) + _ENTRY_BYTES) for path in paths)
     writer = SafetensorsWriter(folder, room, shard_bytes)
     try:
-        for path, value in parameters:
+        for path, read in parameters:
+            value = read(WHOLE)
             stored[path] = Stored.of(path, value)
             for (name, leaf), field in zip(
                 stored[path].arrays().items(), stored[path].leaves, strict=True
             ):
                 array = np.asarray(getattr(value, field) if field else value)
                 writer.add(name, SPELLINGS[leaf.dtype], array)
-            # The generator must not be left with the only other reference as it reads the next.
+            # What is written must not stay while the next one is read.
             del value, array
         writer.close()
     finally:

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..sharding import Rules
 from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.manifest import is_native_folder
 from .checkpoints.native import NativeCheckpoint
+from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import Kernels, ModelConfig
 from .errors import StokerError
@@ -27,10 +29,11 @@ from .families.naming import Naming
 from .host_arrays import Arena
 from .json_files import read_json
 from .ops import cpu
-from .parameters import Params, abstract_params, unflatten
+from .parameters import Params, abstract_params, named_parameters, unflatten
+from .placement import place_parameter, split_config
 from .quantise import Quantisation
 from .quantized import QuantArray
-from .reading import Progress, read_parameters
+from .reading import WHOLE, Progress, is_turned, read_parameters
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
 from .tokenizers.folder import tokenizer_from_folder
@@ -39,7 +42,7 @@ from .tokenizers.native import tokenizer_from_native
 
 _LOG = logging.getLogger("stoker")
 
-Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint | NativeCheckpoint
+Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint | QuantisedCheckpoint | NativeCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Model:
       tokenizer: of the checkpoint; None where weights are random.
       file_bytes: size of the checkpoint.
       load_seconds: from the name to the parameters on the device; None likewise.
+      mesh: the devices that the model is split over, as `config.split` says; None for one device.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Model:
     tokenizer: Tokenizer | None = dataclasses.field(repr=False)
     file_bytes: int
     load_seconds: float | None
+    mesh: jax.sharding.Mesh | None = None
 
 
 def load_model(
@@ -73,6 +78,8 @@ def load_model(
     kernels: str | None = None,
     activations: str | None = None,
     quantize: str | Quantisation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a model by alias, GGUF file (any shard of a split one), folder or `hf:` name.
@@ -88,6 +95,8 @@ def load_model(
       activations: "float32" or "int8"; likewise.
       quantize: makes the dense matrices of the checkpoint int8 or int4 as they are read, for
         example "int4:group=64" (see `Quantisation.parse`).
+      mesh: devices to split the model over, each of which gets its part straight from the file.
+      rules: in place of those of `sharding.RULES` for the logical axes they name.
       progress: told how many bytes of the checkpoint have been read.
 
     Raises:
@@ -99,6 +108,8 @@ def load_model(
     opened = open_checkpoint(path)
     chosen = choose_kernels(kernels, activations)
     config = choose_numerics(opened.config, dtype, kv_dtype, chosen)
+    if mesh is not None:
+        config = split_config(config, mesh, rules)
     check_tensors(opened.checkpoint, opened.family, config)
     tokenizer = opened.tokenizer()
     # More rows than tokens is padding; fewer would leave tokens without an embedding.
@@ -107,10 +118,12 @@ def load_model(
             f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
             f"{config.vocab_size} rows; convert the model again"
         )
-    params = load_params(opened.checkpoint, opened.family, config, quantise=how, progress=progress)
+    params = load_params(
+        opened.checkpoint, opened.family, config, mesh=mesh, quantise=how, progress=progress
+    )
     jax.block_until_ready(params)
-    seconds = time.perf_counter() - start
-    return Model(str(name), path, config, params, tokenizer, opened.checkpoint.file_bytes, seconds)
+    seconds, size = time.perf_counter() - start, opened.checkpoint.file_bytes
+    return Model(str(name), path, config, params, tokenizer, size, seconds, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +158,11 @@ def open_checkpoint(path: pathlib.Path) -> Opened:
     if is_safetensors_folder(path):
         json = ConfigJson(read_json(path / "config.json"))
         family = family_of_type(json.value("model_type"))
-        files = SafetensorsCheckpoint.open(path)
+        files: Checkpoint
+        if json.has("quantization_config"):
+            files = open_prequantised(path, json.value("quantization_config"))
+        else:
+            files = SafetensorsCheckpoint.open(path)
         config = config_from_json(family, json, files.tensors)
         return Opened(path, files, family, config, lambda: tokenizer_from_folder(path))
     gguf = GGUFCheckpoint.open(path)
@@ -158,7 +175,8 @@ def naming_of(checkpoint: Checkpoint, family: Family) -> Naming:
     """How this kind of checkpoint calls the parameters of `family`."""
     if isinstance(checkpoint, NativeCheckpoint):
         return checkpoint.naming
-    return family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
+    naming = family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
+    return naming.fitting(checkpoint.tensors)
 
 
 def choose_numerics(
@@ -205,12 +223,16 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
     if missing:
         raise StokerError(f"the file lacks {_some(missing)}; give a complete checkpoint")
     for name, use in uses.items():
-        if tensors[name].shape != use.shape:
+        wanted = use.shape
+        if is_turned(checkpoint, name, use):
+            wanted = (*wanted[:-2], wanted[-1], wanted[-2])
+        if tensors[name].shape != wanted:
             raise StokerError(
                 f"tensor '{name}' has shape {list(tensors[name].shape)} where the configuration "
-                f"needs {list(use.shape)}; convert the model again"
+                f"needs {list(wanted)}; convert the model again"
             )
     unused = tensors.keys() - uses.keys() - naming.spare_tensors(config)
+    unused = {name for name in unused if not naming.unread(name, config)}
     if unused:
         raise StokerError(
             f"the file has {_some(sorted(unused))}, which family '{family.name}' does not use; "
@@ -225,6 +247,7 @@ def load_params(
     *,
     place: Callable[[str, np.ndarray], jax.Array] = lambda _, leaf: jax.device_put(leaf),
     quantise: Quantisation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
 ) -> Params:
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
@@ -236,7 +259,8 @@ def load_params(
       checkpoint: an open checkpoint.
       family: of the checkpoint.
       config: the architecture of the checkpoint.
-      place: puts one leaf of a parameter (given its dotted path) on the device or devices.
+      place: puts one leaf of a parameter (given its dotted path) on the device.
+      mesh: places parameters instead, as `config.split` says; rows are read part by part.
       quantise: what becomes of dense matrices; None: they stay dense.
       progress: told how many bytes of tensors have been read.
 
@@ -245,17 +269,28 @@ def load_params(
       CPU kernels run), dense ones in the file's own type, norms and biases in float32.
     """
     values: dict[str, Any] = {}
-    arena = Arena()
-    for path, value in read_parameters(
+    arena, widened = Arena(), 0
+    parameters = dict(named_parameters(abstract_params(config)))
+    for path, read in read_parameters(
         checkpoint, naming_of(checkpoint, family), config, quantise=quantise, progress=progress
     ):
-        # Experts stay as they are: only the reference multiplies with them, so far.
-        packs = isinstance(value, QuantArray) and value.ndim == 2
+        if mesh is not None:
+            values[path] = place_parameter(parameters[path], config, mesh, read, arena.empty)
+            continue
+        value = read(WHOLE)
+        packs = isinstance(value, QuantArray)
         if config.kernels.platform == "cpu" and packs:
-            value = cpu.pack(value, arena.empty)
+            value = cpu.prepare(value, arena.empty)
+            widened += not isinstance(value, cpu.PackedArray)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        # The generator must not be left with the only other reference while it reads the next.
+        # What is packed or placed must not stay while the next one is read.
         del value
+    if widened:
+        _LOG.warning(
+            "stoker: %d matrices of 8-bit floats are held as bfloat16 or float32, since the CPU "
+            "kernels multiply with integers only; kernels='xla' keeps them as they are",
+            widened,
+        )
     return unflatten(abstract_params(config), values)
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..sharding import RULES, Rules, sharding
 from .config import ModelConfig
-from .errors import StokerError
 from .ops.cpu import PackedArray
+from .parts import Latent
 from .quantized import QuantArray
 
 #: A nested dict (layers: a tuple of dicts) of weights or of `Parameter`s.
@@ -57,6 +56,8 @@ def abstract_params(config: ModelConfig) -> Params:
         "v": Parameter((kv, D), ("kv_heads", "model")),
         "o": Parameter((D, q), ("model", "heads")),
     }
+    if config.latent is not None:
+        layer = _latent_attention(config, config.latent)
     if config.n_experts:
         E = config.n_experts
         layer |= {
@@ -65,12 +66,12 @@ def abstract_params(config: ModelConfig) -> Params:
             "expert_up": Parameter((E, F, D), ("experts", "ff", "model")),
             "expert_down": Parameter((E, D, F), ("experts", "model", "ff")),
         }
+        if config.router.choice_bias:
+            layer["choice_bias"] = Parameter((E,), (None,), "float32")
+        if config.shared_d_ff:
+            layer |= _gated_mlp(D, config.shared_d_ff, "shared_")
     else:
-        layer |= {
-            "gate": Parameter((F, D), ("ff", "model")),
-            "up": Parameter((F, D), ("ff", "model")),
-            "down": Parameter((D, F), ("model", "ff")),
-        }
+        layer |= _gated_mlp(D, F)
     if config.pre_norm:
         layer |= {"attn_norm": norm(D), "mlp_norm": norm(D)}
     if config.post_norm:
@@ -79,20 +80,61 @@ def abstract_params(config: ModelConfig) -> Params:
         layer |= {"q_norm": norm(config.head_dim, None), "k_norm": norm(config.head_dim, None)}
     if config.qk_norm == "full":
         layer |= {"q_norm": norm(q, "heads"), "k_norm": norm(kv, "kv_heads")}
+    if config.attention_sinks:
+        layer["sinks"] = Parameter((config.n_heads,), ("heads",), "float32")
     biased = {"q": config.attention_bias, "k": config.attention_bias, "v": config.attention_bias}
     biased |= {"o": config.output_bias}
-    biased |= {"gate": config.mlp_bias, "up": config.mlp_bias, "down": config.mlp_bias}
+    one = "expert_" if config.n_experts else ""
+    biased |= {f"{one}{name}": config.mlp_bias for name in ("gate", "up", "down")}
+    biased |= {"router": config.router_bias}
     for name in (name for name, present in biased.items() if present):
-        rows, axis = layer[name].shape[0], layer[name].axes[0]
-        layer[f"{name}_bias"] = Parameter((rows,), (axis,), "float32")
+        outputs = layer[name]
+        layer[f"{name}_bias"] = Parameter(outputs.shape[:-1], outputs.axes[:-1], "float32")
+    routed = ("router", "choice_bias", "expert_", "shared_")
+    dense = {name: leaf for name, leaf in layer.items() if not name.startswith(routed)}
+    dense |= _gated_mlp(D, config.dense_d_ff)
     tree = {
         "embedding": Parameter((V, D), ("vocab", "model")),
-        "layers": tuple(dict(layer) for _ in range(config.n_layers)),
+        "layers": tuple(
+            dict(dense if number < config.dense_layers else layer)
+            for number in range(config.n_layers)
+        ),
         "final_norm": norm(D),
     }
     if not config.tied_head:
         tree["head"] = Parameter((V, D), ("vocab", "model"))
     return tree
+
+
+def _gated_mlp(D: int, F: int, prefix: str = "") -> dict[str, Parameter]:
+    """The three matrices of an MLP of width F."""
+    return {
+        f"{prefix}gate": Parameter((F, D), ("ff", "model")),
+        f"{prefix}up": Parameter((F, D), ("ff", "model")),
+        f"{prefix}down": Parameter((D, F), ("model", "ff")),
+    }
+
+
+def _latent_attention(config: ModelConfig, latent: Latent) -> dict[str, Parameter]:
+    """The projections of latent attention (arXiv 2405.04434, section 2.1).
+
+    `k_b` and `v_b` hold a matrix for each head: `k_b` takes queries into the latent space (W_UK,
+    whose inputs are the elements of a head), `v_b` takes what was attended to out of it (W_UV).
+    """
+    D, N, R = config.d_model, config.n_heads, latent.kv_rank
+    inputs: tuple[int, str | None] = (latent.q_rank, None) if latent.q_rank else (D, "model")
+    query = Parameter((N * latent.head_dim, inputs[0]), ("heads", inputs[1]))
+    layer = {"q_b" if latent.q_rank else "q": query}
+    if latent.q_rank:
+        layer["q_a"] = Parameter((latent.q_rank, D), (None, "model"))
+        layer["q_a_norm"] = Parameter((latent.q_rank,), (None,), "float32")
+    return layer | {
+        "kv_a": Parameter((latent.width, D), (None, "model")),
+        "kv_a_norm": Parameter((R,), (None,), "float32"),
+        "k_b": Parameter((N, R, latent.nope_dim), ("heads", None, None)),
+        "v_b": Parameter((N, latent.v_dim, R), ("heads", None, None)),
+        "o": Parameter((D, N * latent.v_dim), ("model", "heads")),
+    }
 
 
 def named_parameters(abstract: Params) -> Iterator[tuple[str, Parameter]]:
@@ -115,39 +157,12 @@ def init_params(config: ModelConfig, key: jax.Array, scale: float = 1.0) -> Para
     """
     values = {}
     for index, (name, parameter) in enumerate(named_parameters(abstract_params(config))):
-        if len(parameter.shape) == 1:
+        if parameter.dtype != "any":
             fill = jnp.zeros if name.endswith("bias") else jnp.ones
             values[name] = fill(parameter.shape, parameter.dtype)
         else:
             noise = jax.random.normal(jax.random.fold_in(key, index), parameter.shape)
             values[name] = (noise * scale / math.sqrt(parameter.shape[-1])).astype(config.dtype)
-    return unflatten(abstract_params(config), values)
-
-
-def place_params(
-    params: Params, config: ModelConfig, mesh: jax.sharding.Mesh, rules: Rules = RULES
-) -> Params:
-    """`params` on the devices of `mesh`, split by the logical axes of the abstract tree.
-
-    Raises:
-      StokerError: for weights packed for the CPU kernels, which run on one device.
-    """
-    values = {}
-    leaves = jax.tree.leaves(params, is_leaf=is_weight)
-    if any(isinstance(leaf, PackedArray) for leaf in leaves):
-        raise StokerError(
-            "weights packed for the CPU kernels cannot be split over a mesh; load the model with "
-            "kernels='xla'"
-        )
-    for (name, parameter), value in zip(
-        named_parameters(abstract_params(config)), leaves, strict=True
-    ):
-        # Codes, scales and minima of a quantised array each have the axes of the whole.
-        axes = parameter.axes
-        values[name] = jax.tree.map(
-            lambda leaf, axes=axes: jax.device_put(leaf, sharding(axes, leaf.shape, mesh, rules)),
-            value,
-        )
     return unflatten(abstract_params(config), values)
 
 
@@ -157,8 +172,8 @@ def is_weight(node: Any) -> bool:
 
 
 def count_bytes(params: Params) -> int:
-    """Bytes of all leaves."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    """Bytes of all leaves, which may be shapes without values."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 def count_elements(abstract: Params) -> int:

@@ -10,6 +10,9 @@ from flax import struct
 
 #: Bits a stored code may take: whole bytes, or two codes to a byte.
 CODE_BITS = (4, 8)
+#: What the codes of four-bit floats stand for: a sign, two bits of exponent and one of mantissa
+#: (Open Compute Project, Microscaling Formats 1.0, table 5).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class LogicalArray:
@@ -44,20 +47,25 @@ class QuantArray(LogicalArray):
 
         (code[r, c] - zero_point) * scale[r, g] + minimum[r, g]
 
-    computed in float32. With `super_scale`, scales are themselves integers times a factor that
+    computed in float32. With `levels`, `levels[code]` takes the place of the code. With
+    `super_scale`, scales are themselves small numbers times a factor that
     `C // super_scale.shape[-1]` columns share (the k-quants of GGUF); likewise for minima. Leading
     axes (experts) may precede R in every leaf.
 
     Attributes:
-      codes: int8 `[R, C]` where `bits == 8`; uint8 `[R, C/2]` where `bits == 4`. A group of n codes
-        takes n/2 bytes there: byte j holds code j in its low and code j + n/2 in its high half.
-      scale: `[R, C/group]`, float16 or float32; integer where `super_scale` is given.
+      codes: int8, float8_e4m3fn or float8_e5m2 `[R, C]` where `bits == 8`; uint8 `[R, C/2]` where
+        `bits == 4`. A group of n codes takes n/2 bytes there: byte j holds code j in its low and
+        code j + n/2 in its high half.
+      scale: `[R, C/group]`, any float type (float8_e8m0fnu: powers of two); integer or
+        float8_e4m3fn where `super_scale` is given.
       minimum: like `scale`, or None for a symmetric format.
       super_scale: float16 or float32 `[R, C/columns]`, or None.
       super_minimum: like `super_scale`, or None.
       bits: width of a stored code, one of `CODE_BITS`.
       zero_point: what is subtracted from a stored code.
       group: columns that share a scale.
+      levels: what each of the 16 codes of `bits == 4` stands for, for example `E2M1`; empty where
+        codes stand for themselves.
     """
 
     codes: jax.Array
@@ -68,6 +76,7 @@ class QuantArray(LogicalArray):
     bits: int = struct.field(pytree_node=False, default=8)
     zero_point: int = struct.field(pytree_node=False, default=0)
     group: int = struct.field(pytree_node=False, default=32)
+    levels: tuple[float, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,11 +94,18 @@ Weight = jax.Array | QuantArray
 
 def _grouped(values: jax.Array, factor: jax.Array | None) -> jax.Array:
     """Group scales or minima in float32, `[..., C/group]`."""
-    values = values.astype(jnp.float32)
+    values = _float32(values)
     if factor is None:
         return values
     repeats = values.shape[-1] // factor.shape[-1]
-    return values * jnp.repeat(factor.astype(jnp.float32), repeats, axis=-1)
+    return values * jnp.repeat(_float32(factor), repeats, axis=-1)
+
+
+def _float32(values: jax.Array) -> jax.Array:
+    """Integers and floats, or float16 whose bits are kept as int16 (see `ops.tpu.ready`)."""
+    if values.dtype == jnp.int16:
+        values = jax.lax.bitcast_convert_type(values, jnp.float16)
+    return values.astype(jnp.float32)
 
 
 def dequantize(array: QuantArray, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:
@@ -98,8 +114,12 @@ def dequantize(array: QuantArray, dtype: jnp.dtype | type = jnp.float32) -> jax.
     codes = array.codes.reshape(grouped)
     if array.bits == 4:
         codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
+    if array.levels:
+        values = jnp.asarray(array.levels, jnp.float32).at[codes].get(mode="promise_in_bounds")
+    else:
+        values = codes.astype(jnp.float32)
     scale = _grouped(array.scale, array.super_scale)[..., None]
-    values = (codes.astype(jnp.float32) - array.zero_point) * scale
+    values = (values - array.zero_point) * scale
     if array.minimum is not None:
         values = values + _grouped(array.minimum, array.super_minimum)[..., None]
     return values.reshape(array.shape).astype(dtype)

@@ -65,11 +65,14 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0, mscale_all: float 
 
     With both `mscale` and `mscale_all` (DeepSeek) it is the ratio of the two such terms.
     """
+    if mscale and mscale_all:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all)
+    return yarn_mscale(factor, 1.0)
 
-    def term(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    return term(mscale) / term(mscale_all) if mscale and mscale_all else term(1.0)
+def yarn_mscale(factor: float, weight: float) -> float:
+    """The term 0.1 weight ln(factor) + 1 of YaRN; 1 where nothing is extended."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:

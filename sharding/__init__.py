@@ -1,6 +1,21 @@
-"""Meshes of devices, and which of their axes each logical axis is split over."""
+"""Meshes of devices, which of their axes each logical axis is split over, and how it is cut."""
 
-from .mesh import make_mesh
-from .rules import RULES, Rules, partition_spec, sharding
+from .cuts import Cut, HeadCut, even_cut, head_cut, wide_cut
+from .mesh import AXES, make_mesh, parse_mesh
+from .rules import RULES, WHOLE, Rules, Split, split_of
 
-__all__ = ["RULES", "Rules", "make_mesh", "partition_spec", "sharding"]
+__all__ = [
+    "AXES",
+    "RULES",
+    "WHOLE",
+    "Cut",
+    "HeadCut",
+    "Rules",
+    "Split",
+    "even_cut",
+    "head_cut",
+    "make_mesh",
+    "parse_mesh",
+    "split_of",
+    "wide_cut",
+]

@@ -1,40 +1,103 @@
-"""Logical axes to mesh axes, as data."""
+"""Which axes of a mesh each logical axis is split over, as data."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import types
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-#: A mesh axis for each logical axis; a logical axis that is not named is replicated.
-Rules = Mapping[str, str]
+#: For each logical axis, alternatives in order of preference: the mesh axes to split it over. The
+#: first one serves whose axes the mesh has and no other axis of the same array has taken. A logical
+#: axis that is not named, or has no fitting alternative, is replicated.
+Rules = Mapping[str, Sequence[Sequence[str]]]
 
-#: Tensor parallelism (Shoeybi et al. 2019): heads and feed-forward columns split, so that each
-#: attention and each MLP block needs one all-reduce.
+_WIDTHS = (("expert", "tensor"), ("tensor",), ("expert",))
+#: Tensor parallelism (Shoeybi et al. 2019): heads and feed-forward columns are split, so that each
+#: attention and each MLP block needs one all-reduce. Devices that hold different experts split the
+#: rest of the model among them too, as they see the same tokens.
 RULES: Rules = types.MappingProxyType(
-    {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "ff": "tensor"}
+    {
+        "vocab": _WIDTHS,
+        "heads": _WIDTHS,
+        "kv_heads": _WIDTHS,
+        "experts": (("expert",),),
+        "ff": _WIDTHS,
+        "slots": (("data",),),
+        "pages": (("data",),),
+        "context": (("sequence",),),
+    }
 )
 
 
-def partition_spec(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules = RULES
-) -> PartitionSpec:
-    """The spec of an array of `shape` whose axes have these logical names.
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a mesh divides a model: sizes and rules, hashable, so that a step can be static in it.
 
-    An axis whose rule names no axis of the mesh, or whose size does not divide by it, is
-    replicated.
+    Without a mesh nothing is split, and steps hold no collectives.
+
+    Attributes:
+      mesh: name and size of each axis.
+      rules: as `Rules`, but only of what applies on this mesh.
     """
-    entries = []
-    for name, size in zip(axes, shape, strict=True):
-        target = rules.get(name) if name else None
-        fits = target in mesh.shape and size % mesh.shape[target] == 0
-        entries.append(target if fits else None)
-    return PartitionSpec(*entries)
+
+    mesh: tuple[tuple[str, int], ...] = ()
+    rules: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = ()
+
+    def resolve(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that each logical axis of one array is split over; empty for none."""
+        rules, taken = dict(self.rules), set[str]()
+        found: list[tuple[str, ...]] = []
+        for name in axes:
+            fitting = (target for target in rules.get(name or "", ()) if not taken & {*target})
+            target = next(fitting, ())
+            taken |= {*target}
+            found.append(target)
+        return tuple(found)
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that an array of this one logical axis is split over."""
+        return self.resolve((name,))[0]
+
+    def size(self, axes: Sequence[str]) -> int:
+        """How many parts these mesh axes make."""
+        sizes = dict(self.mesh)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def degree(self, name: str) -> int:
+        """How many parts a logical axis is split into."""
+        return self.size(self.axes(name))
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """The partition of an array with these logical axes."""
+        return PartitionSpec(*(target or None for target in self.resolve(axes)))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}:{size}" for name, size in self.mesh)
 
 
-def sharding(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules = RULES
-) -> NamedSharding:
-    """`partition_spec` on its mesh."""
-    return NamedSharding(mesh, partition_spec(axes, shape, mesh, rules))
+#: Of one device.
+WHOLE = Split()
+
+
+def split_of(mesh: Mesh, rules: Rules | None = None) -> Split:
+    """How `mesh` divides models by `RULES`, and `rules` in their place for the axes these name.
+
+    Raises:
+      ValueError: where KV heads would be split otherwise than query heads.
+    """
+    merged = {**RULES, **(rules or {})}
+    wide = {name for name, size in mesh.shape.items() if size > 1}
+    kept = {
+        name: tuple(tuple(target) for target in targets if target and wide.issuperset(target))
+        for name, targets in merged.items()
+    }
+    split = Split(
+        tuple((str(name), size) for name, size in mesh.shape.items()),
+        tuple((name, targets) for name, targets in sorted(kept.items()) if targets),
+    )
+    if split.axes("heads") != split.axes("kv_heads"):
+        raise ValueError("rules split 'heads' and 'kv_heads' differently; give them one rule")
+    return split

@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ..errors import StokerError
 from ..host_arrays import aligned_empty
-from ..quantized import QuantArray
+from ..quantized import E2M1, QuantArray
 from .gguf_header import TensorInfo
 
 Leaves = dict[str, np.ndarray]
@@ -127,6 +127,10 @@ def _q6_k(blocks: np.ndarray) -> Leaves:
     }
 
 
+def _mxfp4(blocks: np.ndarray) -> Leaves:
+    return {"codes": blocks[..., 1:], "scale": blocks[..., :1].view(ml_dtypes.float8_e8m0fnu)}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Format:
     """How one block type becomes the leaves of a `QuantArray`."""
@@ -135,6 +139,7 @@ class _Format:
     bits: int
     zero_point: int = 0
     group: int = 32
+    levels: tuple[float, ...] = ()
 
 
 _DENSE: dict[GGMLQuantizationType, np.dtype] = {
@@ -153,6 +158,7 @@ _QUANTISED: dict[GGMLQuantizationType, _Format] = {
     GGMLQuantizationType.Q4_K: _Format(_q4_k, 4),
     GGMLQuantizationType.Q5_K: _Format(_q5_k, 8),
     GGMLQuantizationType.Q6_K: _Format(_q6_k, 8, group=16),
+    GGMLQuantizationType.MXFP4: _Format(_mxfp4, 4, levels=E2M1),
 }
 #: Names of the tensor types that `convert` takes.
 SUPPORTED_TYPES = tuple(kind.name for kind in (*_DENSE, *_QUANTISED))
@@ -193,5 +199,6 @@ def convert(raw: np.ndarray, info: TensorInfo) -> np.ndarray | QuantArray:
     fields: dict[str, Any] = {
         name: leaf.reshape(*info.shape[:-1], -1) for name, leaf in leaves.items()
     }
-    fields |= {"bits": form.bits, "zero_point": form.zero_point, "group": form.group}
+    for name in ("bits", "zero_point", "group", "levels"):
+        fields[name] = getattr(form, name)
     return QuantArray(**fields)

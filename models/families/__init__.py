@@ -6,8 +6,10 @@ import types
 from collections.abc import Mapping
 
 from ..errors import StokerError
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -24,6 +26,7 @@ __all__ = ["ALL", "FAMILIES", "Family", "family_for", "family_of_name", "family_
 ALL: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
     *(GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, GRANITE),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
 )
 #: By the architecture that GGUF files state.
 FAMILIES: Mapping[str, Family] = types.MappingProxyType(

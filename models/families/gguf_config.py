@@ -123,11 +123,6 @@ def model_config(family: Family, checkpoint: GGUFCheckpoint) -> ModelConfig:
     if heads < 1:
         raise StokerError(f"{keys.name('attention.head_count')} must be at least 1")
     head_dim = keys.integer("attention.key_length", d_model // heads)
-    if keys.integer("attention.value_length", head_dim) != head_dim:
-        raise StokerError(
-            f"{keys.name('attention.value_length')} differs from the key width {head_dim}, "
-            "which is not supported; give a model whose heads have one width"
-        )
     embedding = family.gguf.tensors["embedding"]
     if embedding not in checkpoint.tensors:
         raise StokerError(f"tensor '{embedding}' is missing; give a complete checkpoint")
@@ -147,6 +142,11 @@ def model_config(family: Family, checkpoint: GGUFCheckpoint) -> ModelConfig:
     fields["rope"] = _rope(keys, head_dim, positions)
     fields |= family.traits
     fields |= family.from_keys(keys, fields)
+    if "latent" not in fields and keys.integer("attention.value_length", head_dim) != head_dim:
+        raise StokerError(
+            f"{keys.name('attention.value_length')} differs from the key width {head_dim}, "
+            "which is not supported; give a model whose heads have one width"
+        )
     if "kinds" not in fields:
         fields["kinds"] = windowed(keys, fields, sliding_layers(keys, fields, period=1))
     fields["kinds"] = plain_kinds(fields["kinds"])
@@ -199,11 +199,12 @@ def _rope(keys: Keys, head_dim: int, positions: int) -> Rope:
             original=keys.integer("rope.scaling.original_context_length", positions),
         )
     if kind == "yarn":
-        return _yarn(keys, theta, dims, positions)
+        return yarn(keys, theta, dims, positions)
     return Rope(theta, dims, scale=_linear_scale(keys, kind), factors=keys.factors(ROPE_FACTORS))
 
 
-def _yarn(keys: Keys, theta: float, dims: int, positions: int) -> Rope:
+def yarn(keys: Keys, theta: float, dims: int, positions: int, truncate: bool = True) -> Rope:
+    """The YaRN scaling that the file describes; `truncate` as of `yarn_factors`."""
     factor = keys.number("rope.scaling.factor")
     original = keys.integer("rope.scaling.original_context_length", positions)
     try:
@@ -214,6 +215,7 @@ def _yarn(keys: Keys, theta: float, dims: int, positions: int) -> Rope:
             original=original,
             beta_fast=keys.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=keys.number("rope.scaling.yarn_beta_slow", 1.0),
+            truncate=truncate,
         )
         attention = yarn_attention_factor(factor)
     except (ValueError, ArithmeticError):

@@ -77,7 +77,9 @@ _NONE: Mapping[str, str] = types.MappingProxyType({})
 _BIASES = {
     "attention_bias": ("q_bias", "k_bias", "v_bias"),
     "output_bias": ("o_bias",),
-    "mlp_bias": ("gate_bias", "up_bias", "down_bias"),
+    "mlp_bias": tuple(
+        f"{one}{name}_bias" for one in ("", "expert_") for name in ("gate", "up", "down")
+    ),
 }
 
 
@@ -90,12 +92,23 @@ class TensorUse:
       shape: of the whole tensor, or of each.
       rows: which of its rows are the parameter's.
       added: what is added to each element.
+      heads: the rows are those of so many heads, each of which gets a matrix of its own; 0: one
+        matrix.
+      transposed: each head's matrix is turned. A quantised one becomes dense, since its groups run
+        along what were its columns.
+      outputs: of a tensor `[E, outputs, ...]`, which outputs of each expert; None where the
+        parameter is whole rows.
+      turned_floats: tensors of floats are `[E, inputs, outputs]` (`shape` is of the others).
     """
 
     tensors: tuple[str, ...]
     shape: tuple[int, ...]
     rows: slice
     added: float = 0.0
+    heads: int = 0
+    transposed: bool = False
+    outputs: slice | None = None
+    turned_floats: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +122,16 @@ class Naming:
         (i, i + dims/2).
       norm_offset: what is added to every norm (Gemma's checkpoints keep the weight less 1).
       spare: tensors that may be there and are not needed.
+      transposed: parameters of experts whose floats are `[E, inputs, outputs]`.
+      interleaved: parameters of experts that share a tensor take turns with its outputs.
     """
 
     tensors: Mapping[str, str]
     paired_rows: tuple[str, ...] = ()
     norm_offset: float = 0.0
     spare: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+    interleaved: bool = False
 
     def presence(self, tensors: Container[str], n_layers: int) -> dict[str, Any]:
         """The fields of `ModelConfig` that the presence of tensors decides: biases and own head."""
@@ -129,6 +146,14 @@ class Naming:
             )
         return fields
 
+    def fitting(self, tensors: Container[str]) -> Naming:
+        """The naming of a checkpoint with these tensors, where a format has several."""
+        return self
+
+    def unread(self, name: str, config: ModelConfig) -> bool:
+        """Whether the tensor `name` belongs to a part of the model that is not loaded."""
+        return False
+
     def uses(self, config: ModelConfig) -> dict[str, TensorUse]:
         """How each parameter of `abstract_params(config)`, by its dotted path, is made."""
         parameters = dict(named_parameters(abstract_params(config)))
@@ -139,9 +164,13 @@ class Naming:
             *_, layer, name = ("", "", *path.split("."))
             template = self.tensors[name].replace("{layer}", layer)
             parts.setdefault(template, []).append(path)
-        uses = {}
+        uses: dict[str, TensorUse] = {}
         for template, sharing in parts.items():
+            name = sharing[0].rpartition(".")[2]
             stacked = "{expert}" in template
+            if not stacked and name.startswith("expert_"):
+                uses |= self._experts(template, {path: parameters[path].shape for path in sharing})
+                continue
             numbers = range(config.n_experts if stacked else 1)
             names = tuple(template.replace("{expert}", str(number)) for number in numbers)
             shapes = {path: parameters[path].shape[stacked:] for path in sharing}
@@ -153,6 +182,27 @@ class Naming:
                 uses[path] = TensorUse(names, shape, slice(start, end), added)
                 start = end
         return {path: uses[path] for path in parameters}
+
+    def _experts(self, tensor: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorUse]:
+        """How the parameters of all experts of a layer come out of the one tensor they share."""
+        total = sum(shape[1] for shape in shapes.values())
+        uses: dict[str, TensorUse] = {}
+        start = 0
+        for number, (path, shape) in enumerate(shapes.items()):
+            outputs = slice(start, start + shape[1])
+            if self.interleaved:
+                outputs = slice(number, total, len(shapes))
+            start += shape[1]
+            transposed = path.rpartition(".")[2] in self.transposed
+            whole = len(shapes) == 1 and not transposed
+            uses[path] = TensorUse(
+                (tensor,),
+                (shape[0], total, *shape[2:]),
+                slice(0, shape[0]),
+                outputs=None if whole else outputs,
+                turned_floats=transposed,
+            )
+        return uses
 
     def spare_tensors(self, config: ModelConfig) -> set[str]:
         """Names that `spare` stands for."""

@@ -4,35 +4,48 @@
 """
 
 from .dispatch import (
+    AnyWeight,
     attention,
     embed,
     gated_matmul,
-    grouped_matmul,
+    grouped_gated_matmul,
+    grouped_products,
+    head_matmul,
     largest,
+    latent_attention,
     logsumexp,
     matmul,
     products,
     sample,
+    shared_attention,
+    shared_latent_attention,
 )
-from .elementwise import activate, rms_norm, rotary_tables, softcap
+from .elementwise import gated, rms_norm, rotary_tables, rotate, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
 __all__ = [
+    "AnyWeight",
     "Layout",
     "Sampling",
-    "activate",
     "attention",
     "embed",
+    "gated",
     "gated_matmul",
-    "grouped_matmul",
+    "grouped_gated_matmul",
+    "grouped_products",
+    "head_matmul",
     "largest",
+    "latent_attention",
     "logsumexp",
     "matmul",
     "products",
     "rms_norm",
     "rotary_tables",
+    "rotate",
     "sample",
+    "shared_attention",
+    "shared_latent_attention",
     "softcap",
     "uniforms",
 ]

@@ -11,7 +11,7 @@ from ..config import Kernels
 from ..errors import StokerError
 from ..quantized import QuantArray, Weight, densify
 from . import cpu, xla
-from .elementwise import activate, rms_norm, rotate
+from .elementwise import gated, rms_norm, rotate
 from .layout import Layout
 from .sampling import Sampling
 
@@ -52,7 +52,7 @@ def matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
 def gated_matmul(
     gate: jax.Array, up: jax.Array, weight: AnyWeight, kernels: Kernels, activation: str
 ) -> jax.Array:
-    """`activation(gate) * up`, both `[T, F]`, times the transpose of `weight [R, F]`: `[T, R]`.
+    """`gated(gate, up)`, both `[T, F]`, times the transpose of `weight [R, F]`: `[T, R]`.
 
     `activation` is one of `models.config.ACTIVATIONS`; the result has gate's dtype.
     """
@@ -61,16 +61,75 @@ def gated_matmul(
             gate, up, _packed(weight), activation=activation, activations=kernels.activations
         )
     else:
-        result = xla.matmul(activate(gate, activation) * up, _plain(weight))
+        result = xla.matmul(gated(gate, up, activation), _plain(weight))
     return result.astype(gate.dtype)
 
 
-def grouped_matmul(x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
-    """Rows `x [T, C]` times their group's matrix of `weight [E, R, C]`: `[T, R]` in x's dtype.
+def grouped_products(
+    x: jax.Array,
+    weights: Sequence[AnyWeight],
+    sizes: jax.Array,
+    kernels: Kernels,
+    biases: Sequence[jax.Array | None] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Rows `x [T, C]` times their group's matrix of each weight `[E, R_i, C]`: `[T, R_i]`.
 
-    See `xla.grouped_matmul`, the only implementation so far, with float32 activations everywhere.
+    Args:
+      x: the first `sizes[0]` rows belong to group 0, and so on.
+      weights: matrices of E groups each.
+      sizes: int32 `[E]`, which sum to T.
+      kernels: who computes.
+      biases: float32 `[E, R_i]` that are added, or None, for each weight.
+
+    Returns:
+      For each weight, in x's dtype.
     """
-    return xla.grouped_matmul(x, weight, sizes).astype(x.dtype)
+    biases = biases or (None,) * len(weights)
+    if kernels.platform == "cpu":
+        packed = [_packed(weight) for weight in weights]
+        results = cpu.grouped_products(
+            x, packed, sizes, biases=biases, activations=kernels.activations
+        )
+    else:
+        results = tuple(
+            xla.grouped_matmul(x, _plain(weight), sizes, bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+    return tuple(result.astype(x.dtype) for result in results)
+
+
+def grouped_gated_matmul(
+    gate: jax.Array,
+    up: jax.Array,
+    weight: AnyWeight,
+    sizes: jax.Array,
+    kernels: Kernels,
+    activation: str,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """`gated(gate, up)`, both `[T, F]`, times each row's matrix of `weight [E, R, F]`: `[T, R]`.
+
+    As of `gated_matmul`, with the groups and the bias of `grouped_products`.
+    """
+    if kernels.platform == "cpu":
+        result = cpu.grouped_gated_matmul(
+            *(gate, up, _packed(weight), sizes),
+            activation=activation,
+            bias=bias,
+            activations=kernels.activations,
+        )
+    else:
+        x = gated(gate, up, activation)
+        result = xla.grouped_matmul(x, _plain(weight), sizes, bias)
+    return result.astype(gate.dtype)
+
+
+def head_matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
+    """`x [T, N, C]` times the transpose of each head's matrix of `weight [N, R, C]`: `[T, N, R]`.
+
+    The result has x's dtype. The reference does it on every platform, so far.
+    """
+    return xla.head_matmul(x, _plain(weight)).astype(x.dtype)
 
 
 def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
@@ -102,6 +161,7 @@ def attention(
     *,
     turn: tuple[jax.Array, jax.Array],
     scale: float,
+    sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -115,12 +175,84 @@ def attention(
             *(q, k, v, k_pages, v_pages, layout),
             turn=turn,
             scale=scale,
+            sinks=sinks,
             window=window,
             softcap=softcap,
         )
     q, k = rotate(q, *turn), rotate(k, *turn)
     return xla.attention(
-        q, k, v, k_pages, v_pages, layout, scale=scale, window=window, softcap=softcap
+        *(q, k, v, k_pages, v_pages, layout),
+        scale=scale,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    kernels: Kernels,
+    *,
+    rank: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Appends latent vectors to the pages, and attends causally over live pages.
+
+    Args and results as of `xla.latent_attention`, which does it on every platform, so far.
+    """
+    return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
+
+
+def shared_latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    kernels: Kernels,
+    *,
+    axes: Sequence[str],
+    rank: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`latent_attention` of this device's rows, where the devices of `axes` share the pages.
+
+    Args and results as of `xla.shared_latent_attention`, which does it on every platform.
+    """
+    return xla.shared_latent_attention(q, latent, pages, layout, axes=axes, rank=rank, scale=scale)
+
+
+def shared_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    kernels: Kernels,
+    *,
+    axes: Sequence[str],
+    turn: tuple[jax.Array, jax.Array],
+    scale: float,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`attention` of this device's rows, where the devices of `axes` share each page's tokens.
+
+    The reference on every platform: the CPU kernels do not return what parts are joined by. See
+    `xla.shared_attention`, which says more.
+    """
+    return xla.shared_attention(
+        *(q, k, v, k_pages, v_pages, layout),
+        axes=axes,
+        turn=turn,
+        scale=scale,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
     )
 
 

@@ -38,12 +38,24 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
 
 
-def activate(x: jax.Array, name: str) -> jax.Array:
-    """The activation `name` (see `models.config.ACTIVATIONS`) of each element."""
+#: Of the clamped SwiGLU: factor in the sigmoid, and bound of gate and up.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
+def gated(gate: jax.Array, up: jax.Array, name: str) -> jax.Array:
+    """What activation `name` (see `models.config.ACTIVATIONS`) makes of `gate` and `up`, `[T, F]`.
+
+    SiLU or GELU of the gate, times up. Or GPT-OSS's `g * sigmoid(alpha * g) * (u + 1)`, with gate
+    bounded from above and up on both sides (`openai/gpt-oss`, `swiglu` of `torch/model.py`).
+    """
     if name == "silu":
-        return jax.nn.silu(x)
+        return jax.nn.silu(gate) * up
     if name == "gelu_tanh":
-        return jax.nn.gelu(x, approximate=True)
+        return jax.nn.gelu(gate, approximate=True) * up
+    if name == "clamped_swiglu":
+        gate = jnp.minimum(gate, SWIGLU_LIMIT)
+        up = jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
     raise ValueError(f"unknown activation {name!r}")
 
 

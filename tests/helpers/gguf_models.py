@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf_deepseek import is_deepseek, join_kv, split_kv, write_keys
 from gguf_files import byte_vocabulary
 
 #: `model_type` to architecture, and whether rows of Q and K are permuted.
@@ -27,17 +28,25 @@ ARCHITECTURES = {
     "phi3": ("phi3", False),
     "olmo2": ("olmo2", False),
     "granite": ("granite", True),
+    "gpt_oss": ("gpt-oss", False),
+    "deepseek_v2": ("deepseek2", False),
+    "deepseek_v3": ("deepseek2", False),
 }
 
 
-def write_gguf_model(model: Any, path: pathlib.Path, quantisation: str = "F32") -> pathlib.Path:
-    """Writes `model`; matrices get `quantisation`, and its weights become what that stands for."""
+def write_gguf_model(
+    model: Any, path: pathlib.Path, quantisation: str = "F32", *, fused_kv: bool = False
+) -> pathlib.Path:
+    """Writes `model`; matrices get `quantisation`, and its weights become what that stands for.
+
+    `fused_kv` leaves DeepSeek's `kv_b_proj` whole, as older files do.
+    """
     import torch
 
     config = model.config
     architecture, permuted = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
-    _write_keys(writer, config)
+    _write_keys(writer, config, fused_kv)
     for key, value in byte_vocabulary(config.vocab_size).items():
         kind = _KINDS.get(type(value)) or gguf.GGUFValueType.get_type(value)
         element = gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
@@ -45,14 +54,27 @@ def write_gguf_model(model: Any, path: pathlib.Path, quantisation: str = "F32") 
     number = {name: value for value, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     kind = gguf.GGMLQuantizationType[quantisation]
-    for name, weight in model.named_parameters():
+    biases = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+    for name, weight in [*model.named_parameters(), *biases]:
         stem, _, ending = name.rpartition(".")
         values = weight.detach().numpy()
+        turned = config.model_type == "gpt_oss" and ending.endswith("_proj") and values.ndim == 3
+        bias = ending.endswith("_bias")
+        if turned:  # its experts have inputs first
+            values = values.swapaxes(1, 2)
+        if stem.endswith("kv_b_proj") and not fused_kv:
+            parts = split_kv(values, config)
+            if quantisation != "F32":
+                for part, matrix in parts.items():
+                    quantised = gguf.quants.quantize(np.ascontiguousarray(matrix), kind)
+                    parts[part] = gguf.quants.dequantize(quantised, kind)
+                with torch.no_grad():
+                    weight.copy_(torch.from_numpy(join_kv(parts)))
         # The scale of a group must not depend on rows that are permuted later.
-        if values.ndim > 1 and quantisation != "F32":
+        elif values.ndim > 1 and quantisation != "F32" and not bias:
             values = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
             with torch.no_grad():
-                weight.copy_(torch.from_numpy(values))
+                weight.copy_(torch.from_numpy(values.swapaxes(1, 2) if turned else values))
         if config.model_type.startswith("gemma") and stem.endswith("norm"):
             values = values + 1
         for part, heads in (
@@ -61,18 +83,29 @@ def write_gguf_model(model: Any, path: pathlib.Path, quantisation: str = "F32") 
         ):
             if permuted and stem.endswith(part):
                 values = _permute(values, heads)
-        if ending == "gate_up_proj":  # of all experts
+        if ending.startswith("gate_up_proj"):  # of all experts
             gate, up = np.split(values, 2, axis=1)
+            if config.model_type == "gpt_oss":
+                gate, up = values[:, ::2], values[:, 1::2]
             tensors = {f"{_experts(stem)}_gate_exps": gate, f"{_experts(stem)}_up_exps": up}
-        elif ending == "down_proj":
+        elif stem.endswith("kv_b_proj") and not fused_kv:
+            block = f"blk.{stem.split('.')[2]}."
+            tensors = {block + part: matrix for part, matrix in parts.items()}
+            ending = ".weight"
+        elif ending == "e_score_correction_bias":
+            tensors = {names.get_name(f"{stem}.e_score_correction"): values}
+            ending = ".bias"
+        elif ending.startswith("down_proj"):
             tensors = {f"{_experts(stem)}_down_exps": values}
+        elif ending == "sinks":
+            tensors = {names.get_name(name): values}
         else:
             tensors = {names.get_name(stem): values}
             ending = f".{ending}"
-        ending = ending if ending.startswith(".") else ".weight"
+        ending = ending if ending.startswith(".") else ".bias" if bias else ".weight"
         for new, values in tensors.items():
             tensor = np.ascontiguousarray(values, np.float32)
-            if values.ndim > 1 and quantisation != "F32":
+            if values.ndim > 1 and quantisation != "F32" and not bias:
                 tensor = gguf.quants.quantize(tensor, kind)
                 writer.add_tensor(new + ending, tensor, raw_dtype=kind)
             else:
@@ -106,7 +139,7 @@ def _rope(config: Any) -> dict[str, Any]:
     return config.rope_parameters.get("full_attention", config.rope_parameters)
 
 
-def _write_keys(writer: Any, config: Any) -> None:
+def _write_keys(writer: Any, config: Any, fused_kv: bool) -> None:
     kind, rope = config.model_type, _rope(config)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -116,18 +149,21 @@ def _write_keys(writer: Any, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if is_deepseek(config):
+        write_keys(writer, config, fused_kv)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if kind not in ("gemma", "gemma2"):
         writer.add_rope_freq_base(rope["rope_theta"])
-    if kind != "phi3":
+    if kind != "phi3" and not is_deepseek(config):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if kind == "phi3":
         writer.add_key_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
         writer.add_sliding_window(config.sliding_window or 0)
-    if kind in ("gemma2", "gemma3_text", "mistral") and config.sliding_window:
+    if kind in ("gemma2", "gemma3_text", "mistral", "gpt_oss") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -137,11 +173,13 @@ def _write_keys(writer: Any, config: Any) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if getattr(config, "num_local_experts", 0):
+    if getattr(config, "num_local_experts", 0) and not is_deepseek(config):
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if kind == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if kind == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

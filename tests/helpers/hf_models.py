@@ -56,6 +56,9 @@ def make(case: Case, seed: int = 0) -> Any:
             else:
                 middle = weight.mean() if name.endswith("norm.weight") else 0.0
                 weight.copy_(middle + 0.3 * torch.randn_like(weight))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     return model
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
-from stoker.models.quantized import QuantArray
+from stoker.models.quantized import E2M1, QuantArray
 
 #: name: columns, bits, group, zero point, minimum, scales to a factor (0: none).
 FORMATS: dict[str, tuple[int, int, int, int, bool, int]] = {
@@ -54,3 +55,30 @@ def random_quant(name: str, rows: int, seed: int = 0) -> QuantArray:
         zero_point=zero_point,
         group=group,
     )
+
+
+def random_levels(kind: str, rows: int, seed: int = 0) -> QuantArray:
+    """A random matrix `[rows, 96]` of four-bit floats: "mxfp4", "nvfp4", or "scale" float types."""
+    rng = np.random.default_rng(seed)
+    group = 16 if kind == "nvfp4" else 32
+    codes = rng.integers(0, 256, (rows, 48), dtype=np.uint8)
+    shape, factor = (rows, 96 // group), None
+    if kind == "mxfp4":
+        scale = rng.integers(110, 130, shape).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+        scale[0, 0] = 2.0**-124  # the least whose values XLA does not flush to zero
+    elif kind == "nvfp4":
+        scale = rng.uniform(1, 448, shape).astype(ml_dtypes.float8_e4m3fn)
+        factor = rng.uniform(1e-5, 1e-4, (rows, 1)).astype(np.float32)
+    else:
+        scale = rng.uniform(0.01, 0.02, shape).astype(kind)
+        if kind == "float16":
+            scale[0, 0] = 2.0**-24  # half of it is no float16
+    return QuantArray(codes, scale, super_scale=factor, bits=4, group=group, levels=E2M1)
+
+
+def random_floats(scale: float | None, rows: int, kind: str = "float8_e4m3fn") -> QuantArray:
+    """A random matrix `[rows, 96]` of 8-bit floats in groups of 48; None: random scales."""
+    rng = np.random.default_rng(0)
+    codes = rng.normal(0, 2, (rows, 96)).astype(kind)
+    scales = np.full((rows, 2), scale) if scale else rng.uniform(0.01, 0.02, (rows, 2))
+    return QuantArray(codes, scales.astype(np.float32), group=48)

@@ -55,6 +55,31 @@ QWEN3_MOE = {
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }
+#: Latent attention with unequal widths everywhere, and experts in three groups.
+DEEPSEEK = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": None,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+GROUPS = {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK3 = {**DEEPSEEK, **GROUPS, "q_lora_rank": 32, "rope_parameters": DEEPSEEK_YARN}
+GPT_OSS = {
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "sliding_window": 16,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
+}
 CASES = {
     "llama": Case("Llama"),
     "llama-tied": Case("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -105,6 +130,44 @@ CASES = {
     "phi3-long": Case("Phi3", {**LONG_PHI3, "original_max_position_embeddings": 32}),
     "olmo2": Case("Olmo2"),
     "granite": Case("Granite", {**GRANITE, "tie_word_embeddings": True}),
+    "deepseek-v2-lite": Case("DeepseekV2", DEEPSEEK),
+    "deepseek-v2": Case(
+        "DeepseekV2",
+        {
+            **DEEPSEEK,
+            **GROUPS,
+            "q_lora_rank": 32,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek-v3": Case("DeepseekV3", DEEPSEEK3),
+    "deepseek-v3-mscale": Case(
+        "DeepseekV3", {**DEEPSEEK3, "rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.707}}
+    ),
+    "deepseek-v3-plain": Case(
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+        },
+    ),
+    "gpt-oss": Case("GptOss", GPT_OSS),
+    "gpt-oss-layers": Case(
+        "GptOss",
+        {
+            **GPT_OSS,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+        },
+    ),
 }
 #: Tokens of a prompt and of a forced reply to it, and rows of a chunk.
 LENGTH, REPLY, CHUNK = 75, 5, 32

@@ -11,6 +11,7 @@ import numpy as np
 from stoker.models.config import Kernels, ModelConfig, Rope
 from stoker.models.loading import Model
 from stoker.models.parameters import Params, init_params, named_parameters
+from stoker.models.parts import Latent, Router
 from stoker.models.tokenizers import Tokenizer
 
 #: "T-LLAMA": two layers, eight query heads on two KV heads.
@@ -42,6 +43,24 @@ VARIANTS = {
     "linear_rope": {"rope": Rope(theta=10000.0, dims=8, scale=2.0)},
     "odd_sizes": {"d_model": 72, "head_dim": 16, "rope": Rope(1e4, 16), "vocab_size": 509},
 }
+
+
+#: Latent attention in every layer, and after one dense layer experts in groups beside a shared MLP.
+DEEPSEEK = dataclasses.replace(
+    TINY,
+    family="deepseek_v3",
+    n_kv_heads=1,
+    head_dim=24,
+    rope=Rope(theta=10000.0, dims=8),
+    latent=Latent(kv_rank=32, rope_dim=8, nope_dim=16, v_dim=20, q_rank=24),
+    d_ff=32,
+    n_experts=6,
+    experts_per_token=2,
+    router=Router("sigmoid", True, groups=3, used_groups=2, group_top=2, scale=1.5),
+    dense_layers=1,
+    dense_d_ff=96,
+    shared_d_ff=64,
+)
 
 
 def variant(name: str, kernels: str = "xla") -> ModelConfig:

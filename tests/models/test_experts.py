@@ -13,7 +13,7 @@ from tiny import TINY
 from stoker.models.config import ModelConfig
 from stoker.models.errors import StokerError
 from stoker.models.experts import experts_block, route
-from stoker.models.ops import grouped_matmul
+from stoker.models.ops.xla import grouped_matmul
 from stoker.models.quantized import QuantArray, dequantize
 from stoker.models.random_weights import random_weights
 

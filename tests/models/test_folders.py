@@ -109,7 +109,8 @@ def test_a_head_of_its_own_is_used_even_where_the_config_ties_it(folder):
 KEYS = {
     "unknown_number": ({"foo_scale": 0.5}, "does not know 'foo_scale' (0.5)"),
     "unknown_flag": ({"use_alibi": True}, "'use_alibi'"),
-    "quantised": ({"quantization_config": {"quant_method": "awq"}}, "'quantization_config'"),
+    "quantised": ({"quantization_config": {"quant_method": "awq"}}, "no tensor is quantised"),
+    "quanto": ({"quantization_config": {"quant_method": "quanto"}}, "quant_method is 'quanto'"),
     "experts": ({"num_local_experts": 8}, "'num_local_experts'"),
     "activation": ({"hidden_act": "relu"}, "'hidden_act' is 'relu'"),
     "type": ({"model_type": "zzz"}, "model_type is 'zzz'"),

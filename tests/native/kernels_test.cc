@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "edit.h"
+#include "groups.h"
 #include "harness.h"
 #include "matmul.h"
 #include "requests.h"
@@ -22,14 +23,15 @@ namespace {
 
 struct Shape {
   int64_t T, C, R, group, block;
-  bool byte_codes, minimum, super, halves;
+  bool byte_codes, minimum, super, halves, table = false;
 };
 
 void check_product(Random& random, const Kernels& table, const char* name, const Shape& s) {
   const int64_t tiles = (s.R + kTile - 1) / kTile, groups = s.C / s.group;
   Weight w;
   w.packed = true;
-  w.byte_codes = s.byte_codes;
+  w.code = s.byte_codes ? Code::kByte : s.table ? Code::kTable : Code::kNibble;
+  for (int i = 0; i < 16; ++i) w.table[i] = static_cast<uint8_t>(i * i % 128);
   w.R = s.R;
   w.group = s.group;
   w.block = s.block;
@@ -94,6 +96,7 @@ void check_product(Random& random, const Kernels& table, const char* name, const
   }
   w.data = data.get();
 
+  const int64_t starts[] = {0, s.T};
   const std::vector<float> x = random.reals(s.T * s.C);
   const auto weight = [&](int64_t row, int64_t c) {
     const int64_t tile = row / kTile, lane = row % kTile, half = s.block / 2;
@@ -102,7 +105,8 @@ void check_product(Random& random, const Kernels& table, const char* name, const
     const int64_t quad = s.byte_codes ? c % columns / 4 : block * s.block / 8 + in % half / 4;
     const uint8_t* codes = data.get() + tile * tile_bytes + record * r.bytes + r.codes;
     const uint8_t byte = codes[quad * 64 + lane * 4 + c % 4];
-    const int code = s.byte_codes ? byte : in < half ? byte & 15 : byte >> 4;
+    const int stored = s.byte_codes ? byte : in < half ? byte & 15 : byte >> 4;
+    const int code = s.table ? w.table[stored] : stored;
     const size_t cell = static_cast<size_t>((tile * groups + c / s.group) * kTile + lane);
     return (code - w.zero_point) * unit[cell] + least[cell];
   };
@@ -115,7 +119,7 @@ void check_product(Random& random, const Kernels& table, const char* name, const
           static_cast<int64_t>(scratch_bytes(&w, 1, s.T, s.C, input.before, exact)));
       {
         Threads pool(threads);
-        multiply(pool, table, input, s.T, s.C, &w, 1, exact, scratch.get());
+        multiply(pool, table, input, {starts, 1}, s.C, &w, 1, exact, scratch.get());
       }
       double worst = 0, largest = 0;
       for (int64_t t = 0; t < s.T; ++t) {
@@ -159,7 +163,9 @@ void check_dense(Random& random, const Kernels& table, const char* name, int64_t
     w.out = out.get();
     {
       Threads pool(2);
-      multiply(pool, table, {x.data(), nullptr, Before::kNothing, 0}, T, C, &w, 1, false, nullptr);
+      const int64_t starts[] = {0, T};
+      const Input input{x.data(), nullptr, Before::kNothing, 0};
+      multiply(pool, table, input, {starts, 1}, C, &w, 1, false, nullptr);
     }
     double worst = 0;
     for (int64_t t = 0; t < T; ++t) {
@@ -196,6 +202,8 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
   const std::vector<float> cos = random.reals(T * half), sin = random.reals(T * half);
   // Equal values: whatever the weights, attention must return them.
   const std::vector<float> v(static_cast<size_t>(T * z.K * z.H), 0.5f);
+  // So small that they take no share that a float can tell.
+  const std::vector<float> sinks(static_cast<size_t>(z.N), -60.0f);
   for (int64_t i = 0; i < cells; ++i) {
     const float half = 0.5f;
     uint32_t bits;
@@ -209,7 +217,7 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
     Threads pool(threads);
     const Attention a{q.data(), k.data(), v.data(), cos.data(), sin.data(), half, k_pages.get(), v_pages.get(), z.type,
                       start.data(), lens.data(), pages.data(), T, z.N, z.K, z.H, S, M, P, z.Z,
-                      z.window, z.softcap, 0.3f, out.get()};
+                      z.window, z.softcap, 0.3f, threads == 1 ? nullptr : sinks.data(), out.get()};
     const std::string problem = attend(pool, table, a);
     expect(problem.empty(), problem.c_str(), name, 0);
     double worst = 0;
@@ -329,9 +337,12 @@ int main() {
              Shape{2, 128, 1, 64, 32, false, false, true, false},
              Shape{33, 2304, 18, 32, 32, false, true, false, false},
              Shape{70, 512, 70, 32, 32, true, false, false, true},
+             Shape{9, 96, 33, 32, 32, false, false, false, true, true},
+             Shape{5, 144, 17, 24, 24, false, false, false, false, true},
          }) {
       check_product(random, *table, names[isa], shape);
     }
+    check_groups(random, *table, names[isa]);
     for (const int64_t C : {1, 7, 16, 33, 100}) check_dense(random, *table, names[isa], 11, C, 21);
     for (const Sizes& sizes : {
              Sizes{9, 3, 64, 16, 0, 0.0f, Type::kF32},

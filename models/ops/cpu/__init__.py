@@ -1,10 +1,12 @@
 """C++ kernels for the CPU, called through XLA's foreign-function interface."""
 
 from .attention import attention
+from .grouped import grouped_gated_matmul, grouped_products
 from .library import ISAS, Library, load, why_unavailable
 from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
 from .peak import peak_operations
+from .prepare import prepare
 from .sample import largest, logsumexp, sample
 
 __all__ = [
@@ -14,12 +16,15 @@ __all__ = [
     "attention",
     "can_pack",
     "gated_matmul",
+    "grouped_gated_matmul",
+    "grouped_products",
     "largest",
     "load",
     "logsumexp",
     "matmul",
     "pack",
     "peak_operations",
+    "prepare",
     "products",
     "sample",
     "unpack",

@@ -165,8 +165,14 @@ struct Worker {
                                                      low, high, a.softcap, out, peak, total});
   }
 
-  void finish(const float* total, const float* sums) const {
+  // Folds the sinks in, as a last span of one key whose value is zero, and divides.
+  void finish(float* peak, float* total, float* sums) const {
+    alignas(64) static constexpr float kNoValue[kMaxHead] = {}, kOne = 1.0f;
     for (int64_t r = 0; r < task.all_rows(); ++r) {
+      if (a.sinks) {
+        const float* sink = a.sinks + place(r) / a.H % a.N;
+        k.merge(1, a.H, peak + r, total + r, sums + r * a.H, sink, &kOne, kNoValue);
+      }
       k.scale(sums + r * a.H, 1.0f / total[r], a.H, a.out + place(r));
     }
   }
@@ -189,7 +195,7 @@ void whole_task(const Kernels& k, const Attention& a, const Task& task, const Ta
     span(index, next_peak, next_total, next_out);
     k.merge(task.all_rows(), a.H, peak, total, out, next_peak, next_total, next_out);
   }
-  worker.finish(total, out);
+  worker.finish(peak, total, out);
 }
 
 // Spans apart, then folded in order: the same operations as whole_task, on more threads.
@@ -223,7 +229,7 @@ void split_tasks(Pool& pool, const Kernels& k, const Attention& a, const std::ve
       k.merge(task.all_rows(), a.H, &peak[first], &total[first], sums, &peak[row], &total[row],
               &out[row * static_cast<size_t>(a.H)]);
     }
-    Worker(k, a, task).finish(&total[first], sums);
+    Worker(k, a, task).finish(&peak[first], &total[first], sums);
   }
 }
 

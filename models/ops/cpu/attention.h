@@ -27,6 +27,7 @@ struct Attention {
   int64_t window;  // tokens that a row sees, itself included; 0: all
   float softcap;   // 0: none
   float scale;
+  const float* sinks;  // [N] scores that weigh in every softmax and have no value; null: none
   float* out;      // [T, N, H]
 };
 

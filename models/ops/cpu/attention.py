@@ -28,6 +28,7 @@ def attention(
     *,
     scale: float,
     turn: tuple[jax.Array, jax.Array] | None = None,
+    sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
     isa: str = "best",
@@ -50,6 +51,7 @@ def attention(
       scale: factor on the scores, usually H ** -0.5.
       turn: cosines and sines float32 `[T, dims/2]` of the rotary embedding that q and k go through
         first; None leaves them as they are.
+      sinks: float32 `[N]`, as of `xla.attention`; None for none.
       window: tokens that a row sees, itself included; 0 for all.
       softcap: scores become softcap * tanh(score / softcap); 0 for none.
       isa: one of `library.ISAS`.
@@ -67,7 +69,9 @@ def attention(
     isa_index = isa_number(isa)
     if turn is None:
         turn = (jnp.zeros((q.shape[0], 0), jnp.float32),) * 2
-    _check(q, k, v, k_pages, v_pages, layout, turn)
+    if sinks is None:
+        sinks = jnp.zeros(0, jnp.float32)
+    _check(q, k, v, k_pages, v_pages, layout, turn, sinks)
     shapes = [
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
         jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
@@ -88,6 +92,7 @@ def attention(
         layout.query_start,
         layout.kv_lens,
         layout.page_table,
+        sinks,
         window=np.int64(window),
         softcap=np.float32(softcap),
         scale=np.float32(scale),
@@ -105,6 +110,7 @@ def _check(
     v_pages: jax.Array,
     layout: Layout,
     turn: tuple[jax.Array, jax.Array],
+    sinks: jax.Array,
 ) -> None:
     """Raises StokerError unless shapes and types fit each other."""
     if q.ndim != 3 or k.ndim != 3 or k_pages.ndim != 4 or layout.page_table.ndim != 2:
@@ -123,6 +129,7 @@ def _check(
         "query_start": (layout.query_start.shape, (S + 1,)),
         "kv_lens": (layout.kv_lens.shape, (S,)),
         "sines": (turn[1].shape, turn[0].shape),
+        "sinks": (sinks.shape, (N,) if sinks.size else (0,)),
         "cosines": (turn[0].shape, (T, min(turn[0].shape[-1], H // 2))),
     }
     for name, (got, want) in expected.items():
@@ -144,6 +151,8 @@ def _check(
             f"attention got pages of {k_pages.dtype} and {v_pages.dtype}; both must be float32 or "
             "both bfloat16"
         )
+    if sinks.dtype != jnp.float32:
+        raise StokerError(f"attention got sinks of {sinks.dtype}; they must be float32")
     for name in ("query_start", "kv_lens", "page_table"):
         if getattr(layout, name).dtype != jnp.int32:
             raise StokerError(f"layout.{name} is {getattr(layout, name).dtype}; it must be int32")

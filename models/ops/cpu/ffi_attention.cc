@@ -16,7 +16,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
                      ffi::BufferR2<ffi::F32> cos, ffi::BufferR2<ffi::F32> sin, ffi::AnyBuffer k_pages,
                      ffi::AnyBuffer v_pages, ffi::BufferR1<ffi::S32> query_start,
                      ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> page_table,
-                     ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> k_out,
+                     ffi::BufferR1<ffi::F32> sinks, ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> k_out,
                      ffi::Result<ffi::AnyBuffer> v_out, int64_t window, float softcap, float scale,
                      int64_t isa, int64_t limit) {
   Attention a{};
@@ -39,6 +39,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
       has_shape(*k_out, {a.P, a.K, a.H, a.Z}) && has_shape(*v_out, {a.P, a.K, a.Z, a.H}) &&
       has_shape(cos, {a.T, a.half}) && has_shape(sin, {a.T, a.half}) &&
       has_shape(query_start, {a.S + 1}) && has_shape(page_table, {a.S, a.M}) &&
+      (sinks.element_count() == 0 || has_shape(sinks, {a.N})) &&
       has_shape(*out, {a.T, a.N, a.H});
   const bool sizes = a.H > 0 && a.H <= kMaxHead && 2 * a.half <= a.H && a.K > 0 && a.N % a.K == 0 &&
                      a.Z > 0 && a.Z % kKeys == 0 && a.P > 0 &&
@@ -70,6 +71,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
   a.window = window;
   a.softcap = softcap;
   a.scale = scale;
+  a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.out = out->typed_data();
   Crew pool = crew(threads, limit);
   const std::string problem = attend(pool, *table, a);
@@ -93,6 +95,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_attention, stoker::attention,
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::BufferR1<xla::ffi::F32>>()
                                   .Ret<stoker::Floats>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()

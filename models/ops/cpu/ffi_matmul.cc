@@ -1,82 +1,13 @@
 // The handler of stoker_matmul: checks every shape and type, then multiplies.
-#include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "ffi.h"
+#include "ffi_weight.h"
 #include "matmul.h"
 
 namespace stoker {
 namespace {
-
-namespace ffi = xla::ffi;
-
-constexpr size_t kFields = 10;  // of a weight in the attribute `weights`; see matmul.py
-
-bool to_type(ffi::DataType from, Type* to) {
-  switch (from) {
-    case ffi::DataType::F32:
-      *to = Type::kF32;
-      return true;
-    case ffi::DataType::BF16:
-      *to = Type::kBF16;
-      return true;
-    case ffi::DataType::F16:
-      *to = Type::kF16;
-      return true;
-    default:
-      return false;
-  }
-}
-
-// Takes `count` times kTile values of a type from a record at `at`; type -1: none.
-bool take(int64_t type, int64_t count, int64_t* at, bool* given, Type* to, int64_t* offset) {
-  static constexpr int64_t kBytes[] = {4, 2, 2, 1, 1};  // by Type
-  *given = type >= 0;
-  if (!*given) return true;
-  if (type > static_cast<int64_t>(Type::kU8)) return false;
-  *to = static_cast<Type>(type);
-  *offset = *at;
-  *at += count * kTile * kBytes[type];
-  return true;
-}
-
-// bits 0: dense, else 4 or 8; see `_fields` in matmul.py for the rest.
-bool read_weight(const ffi::AnyBuffer& data, const int64_t* fields, int64_t C, int64_t R,
-                 Weight* w) {
-  const int64_t bits = fields[0];
-  w->group = fields[1];
-  w->block = fields[2];
-  w->zero_point = static_cast<int32_t>(fields[3]);
-  w->R = R;
-  w->data = data.untyped_data();
-  w->packed = bits != 0;
-  if (!w->packed) return to_type(data.element_type(), &w->type) && has_shape(data, {R, C});
-  if (bits != 4 && bits != 8) return false;
-  w->byte_codes = bits == 8;
-  if (w->block <= 0 || w->block > 32768 || w->block % (w->byte_codes ? 4 : 8)) return false;
-  if (w->group <= 0 || w->group > C || w->group % w->block || w->zero_point < 0 || w->zero_point > 255) return false;
-  Record& r = w->record;
-  r.each = fields[4];
-  r.supers = fields[5];
-  if (r.each <= 0 || r.each > C || r.supers <= 0 || r.each % r.supers) return false;
-  const int64_t columns = r.each * w->group;
-  if (C % columns) return false;
-  int64_t at = 0;
-  Scales &s = r.scale, &m = r.minimum;
-  if (!take(fields[8], r.supers, &at, &s.factored, &s.super_type, &s.super_offset) ||
-      !take(fields[9], r.supers, &at, &m.factored, &m.super_type, &m.super_offset) ||
-      !take(fields[6], r.each, &at, &s.given, &s.type, &s.offset) ||
-      !take(fields[7], r.each, &at, &m.given, &m.type, &m.offset) || !s.given ||
-      (m.factored && !m.given)) {
-    return false;
-  }
-  r.codes = at;
-  r.bytes = at + columns * kTile * bits / 8;
-  return data.element_type() == ffi::DataType::U8 &&
-         has_shape(data, {(R + kTile - 1) / kTile, C / columns, r.bytes});
-}
 
 ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> other,
                   ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -88,7 +19,7 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   const auto before = static_cast<Before>(before_index);
   const bool fits = before == Before::kNothing ||
                     (before == Before::kNorm ? has_shape(other, {C}) : has_shape(other, {T, C}));
-  if (before_index < 0 || before > Before::kGelu || !fits) {
+  if (before_index < 0 || before > Before::kClamped || !fits) {
     return ffi::Error::InvalidArgument("matmul: the second input does not fit x");
   }
   const size_t count = fields.size() / kFields;
@@ -107,7 +38,7 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
     const int64_t R = (*out)->dimensions()[1];
     const auto data = args.get<ffi::AnyBuffer>(i);
     if (!data.has_value() ||
-        !read_weight(*data, fields.begin() + i * kFields, C, R, &weights[i])) {
+        !read_weight(*data, fields.begin() + i * kFields, -1, C, R, &weights[i])) {
       return ffi::Error::InvalidArgument("matmul: weight " + std::to_string(i) +
                                          " does not have the shapes and types it claims");
     }
@@ -120,7 +51,8 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   }
   Crew pool = crew(threads, limit);
   const Input input{x.typed_data(), other.typed_data(), before, eps};
-  multiply(pool, *table, input, T, C, weights.data(), n, exact, (*scratch)->typed_data());
+  const int64_t starts[] = {0, T};
+  multiply(pool, *table, input, {starts, 1}, C, weights.data(), n, exact, (*scratch)->typed_data());
   return ffi::Error::Success();
 }
 

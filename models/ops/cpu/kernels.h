@@ -17,6 +17,8 @@ constexpr int kMaxQueries = 48;           // query rows of one attention tile at
 constexpr int kQueryFloats = 16 * 1024;   // and their elements at most
 
 enum class Type : int32_t { kF32, kBF16, kF16, kI8, kU8 };
+// How packed weights are coded: two codes to a byte, one, or two indices of a table of sixteen.
+enum class Code : int32_t { kNibble, kByte, kTable };
 
 // Where a packed weight keeps its scales or its minima. A tile is a run of records, each with all
 // that some columns need: kTile values for each of `each` groups, perhaps times kTile factors for
@@ -64,6 +66,7 @@ struct Tiles {
   int64_t blocks;
   int64_t block;
   int zero_point;
+  const uint8_t* table;  // of kTable
   float* out;            // [rows, ld]; the first `valid` columns are written
   int64_t ld;
   int64_t valid;
@@ -115,9 +118,9 @@ struct Kernels {
   bool reads_halves;  // whether `product` may read scales that are halves
   // Tiles that `product` and `exact` take at once, at most.
   int tiles;
-  // [8-bit codes][minimum][halves][tiles - 1][rows - 1]
-  TileFn product[2][2][2][kMaxTiles][kMaxRows];
-  TileFn exact[2][2][kMaxTiles][kMaxRows];  // scales are floats
+  // [Code][minimum][halves][tiles - 1][rows - 1]; kTable has no minima
+  TileFn product[3][2][2][kMaxTiles][kMaxRows];
+  TileFn exact[3][2][kMaxTiles][kMaxRows];  // scales are floats
   DenseFn dense[3][kMaxRows];      // [Type][rows - 1]
   void (*attend[3])(const AttentionTile& tile);  // [Type of the pages]
   // Folds a later span's (peak, total, out) of `rows` rows into an earlier one's.
@@ -128,7 +131,7 @@ struct Kernels {
   void (*rotate)(const float* x, const float* cos, const float* sin, int64_t half, int64_t H,
                  float factor, float* out);
   void (*store_bf16)(const float* x, int64_t n, uint16_t* out);
-  // SiLU (kind 0) or tanh-GELU (kind 1) of gate, times up; all [n].
+  // SiLU (kind 0) or tanh-GELU (1) of gate, times up, or their clamped SwiGLU (2); all [n].
   void (*gated)(const float* gate, const float* up, int64_t n, int kind, float* out);
   // x [D] over its root mean square, times weight.
   void (*rms_norm)(const float* x, const float* weight, int64_t D, float eps, float* out);

@@ -13,6 +13,7 @@ import jax
 ISAS = ("best", "portable", "avx2", "avx512vnni")
 _TARGETS = (
     "stoker_matmul",
+    "stoker_grouped_matmul",
     "stoker_attention",
     "stoker_sample",
     "stoker_logsumexp",

@@ -20,8 +20,19 @@ STOKER_INLINE F hyperbolic_tangent(F x) {
   return sub(set1(1.0f), div(set1(2.0f), add(twice, set1(1.0f))));
 }
 
+STOKER_INLINE F sigmoid_times(F x, float rate) {
+  return div(x, add(set1(1.0f), exponential(mul(x, set1(-rate)))));
+}
+
+// GPT-OSS: g * sigmoid(1.702 g) * (u + 1), with g at most 7 and u within 7 of zero. What is not a
+// number comes second, where minima and maxima let it through.
+STOKER_INLINE F clamped_swiglu(F gate, F up) {
+  const F limit = set1(7.0f), bounded = min(limit, max(set1(-7.0f), up));
+  return mul(sigmoid_times(min(limit, gate), 1.702f), add(bounded, set1(1.0f)));
+}
+
 STOKER_INLINE F activation(F x, int kind) {
-  if (kind == 0) return div(x, add(set1(1.0f), exponential(sub(zero(), x))));
+  if (kind == 0) return sigmoid_times(x, 1.0f);
   const F cube = mul(mul(x, x), x);
   const F inner = mul(set1(0.7978845608f), fma(set1(0.044715f), cube, x));
   return mul(mul(set1(0.5f), x), add(set1(1.0f), hyperbolic_tangent(inner)));
@@ -51,7 +62,8 @@ static void rotate(const float* x, const float* cos, const float* sin, int64_t h
 static void gated(const float* gate, const float* up, int64_t n, int kind, float* out) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t m = std::min<int64_t>(kLanes, n - i);
-    store_n(out + i, mul(activation(load_n(gate + i, m), kind), load_n(up + i, m)), m);
+    const F g = load_n(gate + i, m), u = load_n(up + i, m);
+    store_n(out + i, kind == 2 ? clamped_swiglu(g, u) : mul(activation(g, kind), u), m);
   }
 }
 

@@ -44,8 +44,10 @@ struct Prepared {
   }
 };
 
+bool byte_codes(const Weight& w) { return w.code == Code::kByte; }
+
 int32_t effective_zero(const Weight& w, int byte_bias) {
-  return w.zero_point - (w.byte_codes ? byte_bias : 0);
+  return w.zero_point - (byte_codes(w) ? byte_bias : 0);
 }
 
 // Whether a block's scales and minima are halves and no more, which kernels may read themselves.
@@ -103,7 +105,8 @@ void prepare(const Kernels& k, const Input& input, const Plan& plan, int64_t t, 
         k.rms_norm(x + i * C, input.other, C, input.eps, to + i * C);
       }
     } else {
-      k.gated(x, input.other + t * C, rows * C, input.before == Before::kGelu, to);
+      const int kind = static_cast<int>(input.before) - static_cast<int>(Before::kSilu);
+      k.gated(x, input.other + t * C, rows * C, kind, to);
     }
     x = to;
   }
@@ -135,16 +138,18 @@ void packed_tiles(const Kernels& k, const Weight& w, const Prepared& p, int64_t 
   alignas(64) float minimum[kMaxTiles * kChunkBlocks * kTile];
   const Record& record = w.record;
   const bool has_minimum = record.minimum.given, halves = !exact && reads_halves(k, w);
-  const TileFn* kernels = exact ? k.exact[w.byte_codes][has_minimum][count - 1]
-                                : k.product[w.byte_codes][has_minimum][halves][count - 1];
+  const size_t code = static_cast<size_t>(w.code);
+  const TileFn* kernels = exact ? k.exact[code][has_minimum][count - 1]
+                                : k.product[code][has_minimum][halves][count - 1];
   const int64_t blocks = C / w.block, repeat = w.group / w.block;
-  const int64_t block_bytes = w.block * kTile / (w.byte_codes ? 1 : 2);
+  const int64_t block_bytes = w.block * kTile / (byte_codes(w) ? 1 : 2);
   Tiles tiles{};
   tiles.per_record = record.each * repeat;
   tiles.tile_bytes = blocks / tiles.per_record * record.bytes;
   tiles.gap = record.bytes - tiles.per_record * block_bytes;
   tiles.block = w.block;
   tiles.zero_point = w.zero_point;
+  tiles.table = w.table;
   tiles.ld = w.R;
   tiles.valid = std::min(count * kTile, w.R - tile * kTile);
   const uint8_t* first = static_cast<const uint8_t*>(w.data) + tile * tiles.tile_bytes;
@@ -185,6 +190,13 @@ void packed_tiles(const Kernels& k, const Weight& w, const Prepared& p, int64_t 
   }
 }
 
+void add_bias(const Weight& w, int64_t tile, int64_t count, int64_t t0, int64_t t1) {
+  const int64_t end = std::min(w.R, (tile + count) * kTile);
+  for (int64_t t = t0; t < t1; ++t) {
+    for (int64_t r = tile * kTile; r < end; ++r) w.out[t * w.R + r] += w.bias[r];
+  }
+}
+
 void dense_tile(const Kernels& k, const Weight& w, const float* x, int64_t tile, int64_t t0,
                 int64_t t1, int64_t C) {
   static constexpr int64_t kBytes[] = {4, 2, 2};
@@ -200,6 +212,31 @@ void dense_tile(const Kernels& k, const Weight& w, const float* x, int64_t tile,
   }
 }
 
+// The matrix and the bias of one group.
+Weight of_group(const Weight& w, int64_t group) {
+  Weight own = w;
+  own.data = static_cast<const char*>(w.data) + group * w.bytes;
+  if (w.bias) own.bias = w.bias + group * w.R;
+  return own;
+}
+
+// Rows [t0, t1), all of one group.
+struct Rows {
+  int64_t group, t0, t1;
+};
+
+// The rows of all groups in pieces of at most `most`.
+std::vector<Rows> pieces(const Groups& groups, int64_t most) {
+  std::vector<Rows> all;
+  for (int64_t i = 0; i < groups.count; ++i) {
+    const int64_t end = groups.starts[i + 1];
+    for (int64_t t = groups.starts[i]; t < end; t += most) {
+      all.push_back({i, t, std::min(end, t + most)});
+    }
+  }
+  return all;
+}
+
 }  // namespace
 
 size_t scratch_bytes(const Weight* weights, int count, int64_t T, int64_t C, Before before,
@@ -208,16 +245,19 @@ size_t scratch_bytes(const Weight* weights, int count, int64_t T, int64_t C, Bef
   return plan(weights, count, 0, T, C, before, exact, nullptr).bytes;
 }
 
-void multiply(Pool& pool, const Kernels& kernels, const Input& input, int64_t T, int64_t C,
-              const Weight* weights, int count, bool exact, uint8_t* scratch) {
+void multiply(Pool& pool, const Kernels& kernels, const Input& input, const Groups& groups,
+              int64_t C, const Weight* weights, int count, bool exact, uint8_t* scratch) {
+  const int64_t T = groups.starts[groups.count];
   if (T == 0) return;
   const Plan ready =
       plan(weights, count, kernels.byte_bias, T, C, input.before, exact, scratch);
   const float* x = ready.rows ? ready.rows : input.x;
-  const int64_t row_blocks = (T + kMaxRows - 1) / kMaxRows;
+  // Interleaved rows meet the same matrix.
+  const std::vector<Rows> blocks = pieces(groups, kMaxRows);
+  const int64_t row_blocks = static_cast<int64_t>(blocks.size());
   const auto prepare_block = [&](int64_t unit) {
-    const int64_t t = unit * kMaxRows;
-    prepare(kernels, input, ready, t, std::min<int64_t>(kMaxRows, T - t), C, exact);
+    const Rows& rows = blocks[static_cast<size_t>(unit)];
+    prepare(kernels, input, ready, rows.t0, rows.t1 - rows.t0, C, exact);
   };
   if (T * C < (input.before >= Before::kSilu ? kSerialGated : kSerialRows)) {
     for (int64_t unit = 0; unit < row_blocks; ++unit) prepare_block(unit);
@@ -234,32 +274,37 @@ void multiply(Pool& pool, const Kernels& kernels, const Input& input, int64_t T,
   }
   const int64_t tiles = starts.back();
   const int64_t row_bytes = C * (exact || ready.all.empty() ? 4 : 1);
-  const int64_t chunk = std::max<int64_t>(1, kActivationBytes / row_bytes / kMaxRows) * kMaxRows;
-  const int64_t chunks = (T + chunk - 1) / chunk;
+  const std::vector<Rows> chunks = pieces(
+      groups, std::max<int64_t>(1, kActivationBytes / row_bytes / kMaxRows) * kMaxRows);
+  int64_t used = 0;  // groups with rows
+  for (int64_t i = 0; i < groups.count; ++i) used += groups.starts[i + 1] > groups.starts[i];
   // About 32 ranges a thread, of whole steps.
-  const int64_t share = tiles / (pool.threads() * 32) / kernels.tiles * kernels.tiles;
-  const int64_t range =
-      elements < kSerialElements ? tiles : std::max<int64_t>(kernels.tiles, share);
+  const int64_t share = tiles * used / (pool.threads() * 32) / kernels.tiles * kernels.tiles;
+  const int64_t range = elements < kSerialElements
+                            ? tiles
+                            : std::min(tiles, std::max<int64_t>(kernels.tiles, share));
   const int64_t ranges = (tiles + range - 1) / range;
-  parallel_for(pool, chunks * ranges, [&](int64_t unit) {
-    const int64_t t0 = unit / ranges * chunk, t1 = std::min(T, t0 + chunk);
+  const int64_t units = static_cast<int64_t>(chunks.size()) * ranges;
+  parallel_for(pool, units, [&](int64_t unit) {
+    const auto [group, t0, t1] = chunks[static_cast<size_t>(unit / ranges)];
     const int64_t first = unit % ranges * range, last = std::min(tiles, first + range);
     int i = 0;
     for (int64_t tile = first, step = 1; tile < last; tile += step) {
       while (tile >= starts[static_cast<size_t>(i) + 1]) ++i;
-      const Weight& w = weights[i];
+      const Weight w = of_group(weights[i], group);
       const int64_t own = tile - starts[static_cast<size_t>(i)];
       if (!w.packed) {
         dense_tile(kernels, w, x, own, t0, t1, C);
         step = 1;
-        continue;
+      } else {
+        const int64_t left = std::min(last, starts[static_cast<size_t>(i) + 1]) - tile;
+        step = std::min<int64_t>(kernels.tiles, left);
+        const int32_t zero = effective_zero(w, kernels.byte_bias);
+        const Prepared* p = ready.all.data();
+        while (!p->serves(w.block, zero)) ++p;
+        packed_tiles(kernels, w, *p, own, step, t0, t1, C, exact);
       }
-      const int64_t left = std::min(last, starts[static_cast<size_t>(i) + 1]) - tile;
-      step = std::min<int64_t>(kernels.tiles, left);
-      const int32_t zero = effective_zero(w, kernels.byte_bias);
-      const Prepared* p = ready.all.data();
-      while (!p->serves(w.block, zero)) ++p;
-      packed_tiles(kernels, w, *p, own, step, t0, t1, C, exact);
+      if (w.bias) add_bias(w, own, step, t0, t1);
     }
   });
 }

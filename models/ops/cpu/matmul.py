@@ -17,12 +17,12 @@ from .packed import PackedArray
 #: What the kernels multiply with as it is, and what products take.
 Readable = jax.Array | PackedArray
 Multiplicand = Readable | QuantArray
-_DENSE = (jnp.float32, jnp.bfloat16, jnp.float16)
+DENSE = (jnp.float32, jnp.bfloat16, jnp.float16)
 _FLOAT_BYTES = 4
 #: Types of scales in the order of `Type` in kernels.h.
 _TYPES = ("float32", "bfloat16", "float16", "int8", "uint8")
 #: What x may go through first, in the order of `Before` in matmul.h.
-_BEFORE = ("", "norm", *ACTIVATIONS)
+BEFORE = ("", "norm", *ACTIVATIONS)
 
 
 def matmul(
@@ -85,15 +85,12 @@ def gated_matmul(
     isa: str = "best",
     threads: int = 0,
 ) -> jax.Array:
-    """`activation(gate) * up`, both `[T, C]`, times `weight [R, C]` transposed: float32 `[T, R]`.
+    """`gated(gate, up)`, both `[T, C]`, times `weight [R, C]` transposed: float32 `[T, R]`.
 
-    `activation` is one of `models.config.ACTIVATIONS`, computed in float32; the rest as for
-    `products`.
+    `activation` is one of `models.config.ACTIVATIONS`, computed in float32 (see
+    `elementwise.gated`); the rest as for `products`.
     """
-    if activation not in ACTIVATIONS:
-        raise StokerError(f"activation '{activation}' must be one of {', '.join(ACTIVATIONS)}")
-    if gate.shape != up.shape:
-        raise StokerError(f"gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
+    check_gate(gate, up, activation)
     return _call(gate, up, activation, 0.0, (weight,), activations, isa, threads)[0]
 
 
@@ -107,35 +104,27 @@ def _call(
     isa: str,
     threads: int,
 ) -> tuple[jax.Array, ...]:
-    """Checks, then the foreign call; `before` is one of `_BEFORE`, what x goes through first."""
-    if load() is None:
-        raise StokerError(str(why_unavailable()))
-    isa_index = isa_number(isa)
-    if activations not in ACTIVATION_TYPES:
-        raise StokerError(
-            f"activations '{activations}' must be one of {', '.join(ACTIVATION_TYPES)}"
-        )
-    if x.ndim != 2 or x.dtype not in _DENSE:
-        raise StokerError(f"x is {x.dtype}{list(x.shape)}; a product needs a matrix of floats")
+    """Checks, then the foreign call; `before` is one of `BEFORE`, what x goes through first."""
+    isa_index = check_input(x, activations, isa)
     ready: list[Readable] = []
     for weight in weights:
         ready.append(dequantize(weight) if isinstance(weight, QuantArray) else weight)
-        _check(ready[-1], x.shape[1])
+        check_weight(ready[-1], x.shape[1:])
 
     T, C = x.shape
     exact = activations == "float32"
     wide = x.astype(jnp.float32)
     operands = [leaf for weight in ready for leaf in jax.tree.leaves(weight)]
     shapes = [jax.ShapeDtypeStruct((T, weight.shape[0]), jnp.float32) for weight in ready]
-    scratch = _scratch_bytes(ready, T, C, exact) + (_FLOAT_BYTES * T * C + 64 if before else 0)
+    scratch = scratch_bytes(ready, T, C, exact, bool(before))
     shapes.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
     call = jax.ffi.ffi_call("stoker_matmul", shapes, vmap_method="sequential")
     *results, _ = call(
         wide,
         wide if other is None else other.astype(jnp.float32),
         *operands,
-        weights=np.array([field for weight in ready for field in _fields(weight)], np.int64),
-        before=np.int64(_BEFORE.index(before)),
+        weights=np.array([field for weight in ready for field in weight_fields(weight)], np.int64),
+        before=np.int64(BEFORE.index(before)),
         eps=np.float32(eps),
         exact=exact,
         isa=np.int64(isa_index),
@@ -153,12 +142,36 @@ def isa_number(isa: str) -> int:
     return ISAS.index(isa)
 
 
-def _check(weight: Readable, C: int) -> None:
-    """Raises StokerError unless `weight` is a matrix of C columns that the kernels can read."""
-    if weight.ndim != 2 or weight.shape[1] != C:
-        raise StokerError(f"weight of shape {list(weight.shape)} does not take rows of {C} columns")
+def check_input(x: jax.Array, activations: str, isa: str) -> int:
+    """The number of an instruction set; StokerError unless products can be had and take `x`."""
+    if load() is None:
+        raise StokerError(str(why_unavailable()))
+    isa_index = isa_number(isa)
+    if activations not in ACTIVATION_TYPES:
+        raise StokerError(
+            f"activations '{activations}' must be one of {', '.join(ACTIVATION_TYPES)}"
+        )
+    if x.ndim != 2 or x.dtype not in DENSE:
+        raise StokerError(f"x is {x.dtype}{list(x.shape)}; a product needs a matrix of floats")
+    return isa_index
+
+
+def check_gate(gate: jax.Array, up: jax.Array, activation: str) -> None:
+    """Raises StokerError unless `gate` and `up` fit each other and `activation` is known."""
+    if activation not in ACTIVATIONS:
+        raise StokerError(f"activation '{activation}' must be one of {', '.join(ACTIVATIONS)}")
+    if gate.shape != up.shape:
+        raise StokerError(f"gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
+
+
+def check_weight(weight: Readable, columns: tuple[int, ...], groups: tuple[int, ...] = ()) -> None:
+    """Raises StokerError unless `weight [*groups, R, *columns]` is one that kernels can read."""
+    *leading, _, last = weight.shape if weight.ndim > 1 else (0, 0)
+    if (*leading, last) != (*groups, *columns):
+        what = f"rows of {columns[0]} columns" + (f" in {groups[0]} groups" if groups else "")
+        raise StokerError(f"weight of shape {list(weight.shape)} does not take {what}")
     if not isinstance(weight, PackedArray):
-        if weight.dtype not in _DENSE:
+        if weight.dtype not in DENSE:
             raise StokerError(f"weight of type {weight.dtype} must be float32, bfloat16 or float16")
         return
     bits = weight.record.codes.count * 8 // weight.record.scale.count // weight.group
@@ -169,28 +182,34 @@ def _check(weight: Readable, C: int) -> None:
         )
 
 
-def _fields(weight: Readable) -> tuple[int, ...]:
+def weight_fields(weight: Readable) -> tuple[int, ...]:
     """What the handler must know beyond shapes.
 
     Bits (0: dense), group, block, zero point; scales and factors of scales for each row of a
-    record; and the types, in the order of `Type` in kernels.h, of scales, minima, factors of scales
-    and of minima, or -1.
+    record; the types, in the order of `Type` in kernels.h, of scales, minima, factors of scales
+    and of minima, or -1; and the sixteen bytes of the table, in two numbers, or zeros.
     """
     if not isinstance(weight, PackedArray):
-        return (0,) * 10
+        return (0,) * 12
     record = weight.record
     factors = [part.count for part in (record.super_scale, record.super_minimum) if part.count]
     parts = (record.scale, record.minimum, record.super_scale, record.super_minimum)
     types = (_TYPES.index(part.dtype) if part.count else -1 for part in parts)
     sizes = (weight.bits, weight.group, weight.block, weight.zero_point)
-    return (*sizes, record.scale.count, factors[0] if factors else 1, *types)
+    table = np.array(weight.table or (0,) * 16, np.uint8).view(np.int64)
+    return (*sizes, record.scale.count, factors[0] if factors else 1, *types, *map(int, table))
 
 
-def _scratch_bytes(weights: Sequence[Readable], T: int, C: int, exact: bool) -> int:
-    """Room for x prepared once for each distinct block size and zero point; see matmul.cc."""
+def scratch_bytes(
+    weights: Sequence[Readable], T: int, C: int, exact: bool, goes_through: bool
+) -> int:
+    """Room for x prepared once for each distinct block size and zero point; see matmul.cc.
+
+    Where x `goes_through` a norm or a gate first, for what comes out too.
+    """
     kinds = {(w.block, w.zero_point) for w in weights if isinstance(w, PackedArray)}
     per_kind = (
         (T * C * _FLOAT_BYTES if exact else T * C) + 3 * T * (C // block) * _FLOAT_BYTES + 4 * 64
         for block, _ in kinds
     )
-    return sum(per_kind)
+    return sum(per_kind) + (_FLOAT_BYTES * T * C + 64 if goes_through else 0)

@@ -15,6 +15,7 @@ from flax import struct
 from ...errors import StokerError
 from ...host_arrays import Empty, aligned_empty
 from ...quantized import LogicalArray, QuantArray
+from .levels import as_integers, denominator, half_scales, nibbles
 
 #: Rows (outputs) of a tile, kTile in kernels.h.
 TILE = 16
@@ -93,6 +94,7 @@ class PackedArray(LogicalArray):
       group: columns that share a scale.
       block: columns that share an activation scale; divides `group`.
       padding: rows of the last tile that are none.
+      table: what 4-bit codes stand for, of 0 to `levels.LARGEST`; empty where for themselves.
     """
 
     payload: jax.Array
@@ -102,6 +104,7 @@ class PackedArray(LogicalArray):
     group: int = struct.field(pytree_node=False, default=32)
     block: int = struct.field(pytree_node=False, default=32)
     padding: int = struct.field(pytree_node=False, default=0)
+    table: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,6 +122,8 @@ class PackedArray(LogicalArray):
             halves = codes.reshape(*rows.shape, C // self.block, self.block // 2)
             codes = jnp.concatenate([halves & 15, halves >> 4], axis=-1).reshape(*rows.shape, C)
             codes = codes.astype(jnp.int8)
+            if self.table:
+                codes = jnp.asarray(self.table, jnp.int8).at[codes].get(mode="promise_in_bounds")
             shift = 0
         else:
             codes = jax.lax.bitcast_convert_type(codes ^ 128, jnp.int8)
@@ -176,18 +181,31 @@ def block_size(group: int, bits: int) -> int:
 
 
 def can_pack(array: QuantArray) -> bool:
-    """Whether `pack` takes this array: its groups must be whole fours of columns."""
-    return block_size(array.group, 8) > 0
+    """Whether `pack` takes this array.
+
+    Its groups must be whole fours of columns, and its codes integers, or levels that are integers
+    times a power of two.
+    """
+    whole = not array.levels or denominator(array.levels) > 0
+    integers = jnp.issubdtype(array.codes.dtype, jnp.integer)
+    return integers and whole and block_size(array.group, 8) > 0
 
 
 def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     """`array` in the layout of the CPU kernels, exactly; about as many bytes.
 
     Runs in numpy on concrete arrays, whose result goes into buffers from `empty`, and in JAX on
-    traced ones. 4-bit codes in groups that are not whole eights of columns become 8-bit ones.
-    Raises StokerError if `can_pack` is False.
+    traced ones. 4-bit codes in groups that are not whole eights of columns become 8-bit ones, and
+    so do levels that are no table of the kernels (`levels.as_integers`). Raises StokerError if
+    `can_pack` is False.
     """
     if not can_pack(array):
+        if block_size(array.group, 8):
+            raise StokerError(
+                f"weight of shape {list(array.shape)} has codes of {array.codes.dtype} that stand "
+                "for no 8-bit integers; widen it with stoker.models.ops.cpu.prepare, or use the "
+                "reference implementation"
+            )
         raise StokerError(
             f"weight of shape {list(array.shape)} has {array.group} columns to a scale, which the "
             "CPU kernels cannot pack; use a multiple of 4, or the reference implementation"
@@ -195,29 +213,34 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(array)):
         return _pack(jnp, array)
     array = jax.tree.map(np.asarray, array)
-    if array.ndim > 2:
-        return jax.device_put(_pack(np, array))
+    narrow = half_scales(array)
     # A slice of rows at a time, into a buffer that JAX can adopt: temporaries stay small.
-    rows = array.shape[0]
-    step = max(TILE, SLICE_BYTES // array.shape[1] // TILE * TILE)
+    *leading, rows, columns = array.shape
+    step = max(TILE, SLICE_BYTES // columns // TILE * TILE)
     whole: Any = None
-    for start in range(0, rows, step):
-        part = _pack(np, jax.tree.map(lambda leaf, at=start: leaf[at : at + step], array))
-        if whole is None:
-            shape = (-(-rows // TILE), *part.payload.shape[1:])
-            buffer: Any = empty(shape, np.dtype(np.uint8))
-            whole = dataclasses.replace(part, payload=buffer, padding=-rows % TILE)
-        at = start // TILE
-        whole.payload[at : at + len(part.payload)] = part.payload
+    for index in np.ndindex(*leading):
+        for start in range(0, rows, step):
+            place = (*index, slice(start, start + step))
+            part = _pack(np, jax.tree.map(lambda leaf, place=place: leaf[place], array), narrow)
+            if whole is None:
+                shape = (*leading, -(-rows // TILE), *part.payload.shape[1:])
+                buffer: Any = empty(shape, np.dtype(np.uint8))
+                whole = dataclasses.replace(part, payload=buffer, padding=-rows % TILE)
+            at = start // TILE
+            whole.payload[index][at : at + len(part.payload)] = part.payload
     return jax.device_put(whole)
 
 
-def _pack(xp: ModuleType, leaves: QuantArray) -> PackedArray:
-    """`pack` in NumPy or JAX."""
+def _pack(xp: ModuleType, leaves: QuantArray, narrow: bool = False) -> PackedArray:
+    """`pack` in NumPy or JAX; where `narrow`, the scales of levels become float16."""
+    scale, super_scale = _scales(leaves.scale, leaves.super_scale, xp)
+    leaves = dataclasses.replace(leaves, scale=scale, super_scale=super_scale)
+    leaves = as_integers(xp, leaves, narrow)
+    table = tuple(map(int, leaves.levels))
     bits, codes, zero_point = leaves.bits, leaves.codes, leaves.zero_point
     block = block_size(leaves.group, bits)
     if bits == 4 and block != leaves.group:
-        codes = _nibbles(xp, codes, leaves.group)
+        codes = nibbles(xp, codes, leaves.group)
         if block == 0:
             bits, block = 8, block_size(leaves.group, 8)
         else:
@@ -225,7 +248,7 @@ def _pack(xp: ModuleType, leaves: QuantArray) -> PackedArray:
             codes = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
     if bits == 8:
         codes, zero_point = codes.view(xp.uint8) ^ xp.uint8(128), zero_point + 128
-    scale, super_scale = _scales(leaves.scale, leaves.super_scale, xp)
+    scale, super_scale = leaves.scale, leaves.super_scale
     minimum, super_minimum = _scales(leaves.minimum, leaves.super_minimum, xp)
     if super_scale is not None and super_minimum is not None:
         shared = math.gcd(super_scale.shape[-1], super_minimum.shape[-1])
@@ -257,6 +280,7 @@ def _pack(xp: ModuleType, leaves: QuantArray) -> PackedArray:
         group=leaves.group,
         block=block,
         padding=-leaves.shape[-2] % TILE,
+        table=table,
     )
 
 
@@ -270,14 +294,10 @@ def _records(groups: int, values: dict[str, Any]) -> int:
 
 
 def unpack(array: PackedArray) -> QuantArray:
-    """The matrix `[R, C]` that `array` was packed from, with 8-bit codes."""
+    """The matrix `[..., R, C]` that `array` was packed from, with 8-bit codes."""
+    if array.ndim > 2:
+        return jax.vmap(unpack)(array)
     return array[jnp.arange(array.shape[-2])]
-
-
-def _nibbles(xp: ModuleType, codes: Any, group: int) -> Any:
-    """4-bit codes of a `QuantArray` as bytes, uint8 `[..., C]`."""
-    halves = codes.reshape(*codes.shape[:-1], -1, group // 2)
-    return xp.concatenate([halves & 15, halves >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
 def _tiled(xp: ModuleType, values: Any, part: Part, records: int) -> Any:
@@ -311,6 +331,8 @@ def _scales(values: Any, factor: Any, xp: ModuleType) -> tuple[Any, Any]:
         repeats = values.shape[-1] // factor.shape[-1]
         values = values.astype(xp.float32) * xp.repeat(factor.astype(xp.float32), repeats, axis=-1)
         factor = None
+    if factor is None and values.dtype == jnp.float8_e8m0fnu:
+        values = values.astype(jnp.bfloat16)  # has all its powers of two
     if factor is None and values.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         values = values.astype(xp.float32)
     return values, factor

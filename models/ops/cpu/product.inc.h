@@ -57,9 +57,27 @@ static void expand(const uint8_t* tile, const Record& record, const Scales& scal
   }
 }
 
-template <bool kByte, int kTiles, int kCount>
+// Splits a vector of 4-bit codes into those of a block's first half and of its second.
+template <Code kCode>
+STOKER_INLINE void split_nibbles(I codes, I table, I* low, I* high) {
+  *low = low_nibbles(codes);
+  *high = high_nibbles(codes);
+  if constexpr (kCode == Code::kTable) {
+    *low = look_up(table, *low);
+    *high = look_up(table, *high);
+  }
+}
+
+template <Code kCode>
+STOKER_INLINE I table_of(const Tiles& tiles) {
+  if constexpr (kCode == Code::kTable) return load_table(tiles.table);
+  return set1(0);
+}
+
+template <Code kCode, int kTiles, int kCount>
 STOKER_INLINE void dot_block(const uint8_t* w, int64_t tile_bytes, const int8_t* a, int64_t block,
-                             int64_t ahead, I (&dot)[kTiles][kCount]) {
+                             int64_t ahead, I table, I (&dot)[kTiles][kCount]) {
+  constexpr bool kByte = kCode == Code::kByte;
   const int8_t* a_high = a + block / 2 * kCount;
   const int64_t step = kByte ? 4 : 8;
   for (int64_t c = 0; c < block; c += step, w += 4 * kTile) {
@@ -67,10 +85,7 @@ STOKER_INLINE void dot_block(const uint8_t* w, int64_t tile_bytes, const int8_t*
     STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
       low[i] = load_bytes(w + i * tile_bytes);
       prefetch(w + i * tile_bytes + ahead);
-      if constexpr (!kByte) {
-        high[i] = high_nibbles(low[i]);
-        low[i] = low_nibbles(low[i]);
-      }
+      if constexpr (!kByte) split_nibbles<kCode>(low[i], table, &low[i], &high[i]);
     }
     STOKER_UNROLL for (int t = 0; t < kCount; ++t, a += 4) {
       STOKER_UNROLL for (int i = 0; i < kTiles; ++i) dot[i][t] = dot4<!kByte>(dot[i][t], low[i], a);
@@ -120,9 +135,11 @@ struct Sums {
   }
 };
 
-template <bool kByte, bool kMinimum, bool kHalves, int kTiles, int kCount>
+template <Code kCode, bool kMinimum, bool kHalves, int kTiles, int kCount>
 static void product(const Tiles& tiles) {
+  constexpr bool kByte = kCode == Code::kByte;
   constexpr Type kType = kHalves ? Type::kF16 : Type::kF32;
+  const I table = table_of<kCode>(tiles);
   const int64_t block = tiles.block, bytes = block * kTile / (kByte ? 1 : 2);
   for (int lane = 0; lane < kTile; lane += kLanes) {
     Sums<kTiles, kCount> sums;
@@ -140,9 +157,9 @@ static void product(const Tiles& tiles) {
         STOKER_UNROLL for (int i = 0; i < kTiles; ++i) dot[i][t] = first_value;
       }
       if (block == 32) {  // the common case, unrolled
-        dot_block<kByte, kTiles, kCount>(w, tiles.tile_bytes, a, 32, tiles.ahead, dot);
+        dot_block<kCode, kTiles, kCount>(w, tiles.tile_bytes, a, 32, tiles.ahead, table, dot);
       } else {
-        dot_block<kByte, kTiles, kCount>(w, tiles.tile_bytes, a, block, tiles.ahead, dot);
+        dot_block<kCode, kTiles, kCount>(w, tiles.tile_bytes, a, block, tiles.ahead, table, dot);
       }
       F s[kTiles], m[kTiles];
       STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
@@ -192,8 +209,10 @@ STOKER_INLINE void exact_columns(const I (&codes)[kTiles], int zero_point, const
   }
 }
 
-template <bool kByte, bool kMinimum, int kTiles, int kCount>
+template <Code kCode, bool kMinimum, int kTiles, int kCount>
 static void exact(const Tiles& tiles) {
+  constexpr bool kByte = kCode == Code::kByte;
+  const I table = table_of<kCode>(tiles);
   const int64_t block = tiles.block, step = kByte ? 4 : 8;
   const uint8_t* payload = tiles.payload;
   for (int lane = 0; lane < kTile; lane += kLanes) {
@@ -210,10 +229,7 @@ static void exact(const Tiles& tiles) {
         I low[kTiles], high[kTiles];
         STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
           low[i] = load_bytes(w + i * tiles.tile_bytes);
-          if constexpr (!kByte) {
-            high[i] = high_nibbles(low[i]);
-            low[i] = low_nibbles(low[i]);
-          }
+          if constexpr (!kByte) split_nibbles<kCode>(low[i], table, &low[i], &high[i]);
         }
         if constexpr (kByte) {
           exact_columns<kTiles, kCount>(low, tiles.zero_point, a + c * kCount, part);

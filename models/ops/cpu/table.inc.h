@@ -13,9 +13,9 @@ namespace stoker::STOKER_ISA {
   {{kernel<__VA_ARGS__, 1, kCounts + 1>...}, {    \
     kernel<__VA_ARGS__, kProductTiles, kCounts + 1>...}}
 // Without and with scales that are halves.
-#define STOKER_PRODUCTS(byte, minimum)                 \
-  {STOKER_TILE_FNS(product, byte, minimum, false),     \
-   STOKER_TILE_FNS(product, byte, minimum, kReadsHalves)}
+#define STOKER_PRODUCTS(code, minimum)                       \
+  {STOKER_TILE_FNS(product, Code::code, minimum, false),     \
+   STOKER_TILE_FNS(product, Code::code, minimum, kReadsHalves)}
 
 template <int... kCounts>
 static Kernels make_table(std::integer_sequence<int, kCounts...>) {
@@ -26,10 +26,12 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
       expand,
       kReadsHalves,
       kProductTiles,
-      {{STOKER_PRODUCTS(false, false), STOKER_PRODUCTS(false, true)},
-       {STOKER_PRODUCTS(true, false), STOKER_PRODUCTS(true, true)}},
-      {{STOKER_TILE_FNS(exact, false, false), STOKER_TILE_FNS(exact, false, true)},
-       {STOKER_TILE_FNS(exact, true, false), STOKER_TILE_FNS(exact, true, true)}},
+      {{STOKER_PRODUCTS(kNibble, false), STOKER_PRODUCTS(kNibble, true)},
+       {STOKER_PRODUCTS(kByte, false), STOKER_PRODUCTS(kByte, true)},
+       {STOKER_PRODUCTS(kTable, false), {}}},
+      {{STOKER_TILE_FNS(exact, Code::kNibble, false), STOKER_TILE_FNS(exact, Code::kNibble, true)},
+       {STOKER_TILE_FNS(exact, Code::kByte, false), STOKER_TILE_FNS(exact, Code::kByte, true)},
+       {STOKER_TILE_FNS(exact, Code::kTable, false), {}}},
       {{dense<float, kCounts + 1>...},
        {dense<Bf16, kCounts + 1>...},
        {dense<Half, kCounts + 1>...}},

@@ -61,6 +61,10 @@ STOKER_INLINE I load_bytes(const uint8_t* p) {
 }
 STOKER_INLINE I low_nibbles(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 STOKER_INLINE I high_nibbles(I x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+STOKER_INLINE I load_table(const uint8_t* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+STOKER_INLINE I look_up(I table, I x) { return _mm256_shuffle_epi8(table, x); }
 STOKER_INLINE I byte_of_lane(I x, int j) {
   return _mm256_and_si256(_mm256_srli_epi32(x, 8 * j), set1(255));
 }

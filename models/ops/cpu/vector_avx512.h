@@ -56,6 +56,11 @@ STOKER_INLINE I set1(int32_t x) { return _mm512_set1_epi32(x); }
 STOKER_INLINE I load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 STOKER_INLINE I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 STOKER_INLINE I high_nibbles(I x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+// A table of sixteen bytes, and its entries at the nibbles of each byte of x.
+STOKER_INLINE I load_table(const uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+STOKER_INLINE I look_up(I table, I x) { return _mm512_shuffle_epi8(table, x); }
 STOKER_INLINE I byte_of_lane(I x, int j) {
   return _mm512_and_si512(_mm512_srli_epi32(x, static_cast<unsigned>(8 * j)), set1(255));
 }

@@ -61,6 +61,14 @@ STOKER_INLINE I load_bytes(const uint8_t* p) {
 }
 STOKER_INLINE I low_nibbles(I x) { return x & set1(0x0f0f0f0f); }
 STOKER_INLINE I high_nibbles(I x) { return (x >> 4) & set1(0x0f0f0f0f); }
+STOKER_INLINE I load_table(const uint8_t* p) { return load_bytes(p); }
+STOKER_INLINE I look_up(I table, I x) {
+  uint8_t entries[16], bytes[16];
+  std::memcpy(entries, &table, 16);
+  std::memcpy(bytes, &x, 16);
+  for (uint8_t& byte : bytes) byte = entries[byte];
+  return load_bytes(bytes);
+}
 STOKER_INLINE I byte_of_lane(I x, int j) { return (x >> (8 * j)) & set1(255); }
 STOKER_INLINE I add(I a, I b) { return I(U(a) + U(b)); }
 STOKER_INLINE void store_int8(int8_t* p, I x) {

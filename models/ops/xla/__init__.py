@@ -1,7 +1,18 @@
 """The reference implementations: plain XLA, for every platform."""
 
-from .attention import attention
-from .matmul import grouped_matmul, matmul
+from .attention import attention, latent_attention
+from .matmul import grouped_matmul, head_matmul, matmul
 from .sample import largest, sample
+from .shared_attention import shared_attention, shared_latent_attention
 
-__all__ = ["attention", "grouped_matmul", "largest", "matmul", "sample"]
+__all__ = [
+    "attention",
+    "grouped_matmul",
+    "head_matmul",
+    "largest",
+    "latent_attention",
+    "matmul",
+    "sample",
+    "shared_attention",
+    "shared_latent_attention",
+]

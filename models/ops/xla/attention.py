@@ -1,6 +1,8 @@
-"""Paged grouped-query attention over a flat token axis, in plain XLA."""
+"""Paged attention over a flat token axis, in plain XLA: of grouped queries, and latent."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ def attention(
     layout: Layout,
     *,
     scale: float,
+    sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -42,25 +45,174 @@ def attention(
       layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
         output is NaN.
       scale: factor on the scores, usually H ** -0.5.
+      sinks: float32 `[N]`, one more score for each query head, which takes its share of the
+        softmax and has no value (GPT-OSS; Xiao et al. 2023 on why it helps); None for none.
       window: tokens that a row sees, itself included; 0 for all.
       softcap: scores become softcap * tanh(score / softcap); 0 for none.
 
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
-    T, N, H = q.shape
-    K, Z = v_pages.shape[1:3]
-    S, M = layout.page_table.shape
-    Q, G = layout.max_query, N // K
-    slot, position = layout.rows(T)
+    _, total, weighted, k_pages, v_pages = partial_attention(
+        *(q, k, v, k_pages, v_pages, layout),
+        scale=scale,
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
+    )
+    return finished(weighted, total).astype(q.dtype), k_pages, v_pages
 
-    full = position >= M * Z
-    live = (position >= 0) & ~full
-    page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
-    offset = jnp.where(live, position % Z, 0)
+
+def finished(weighted: jax.Array, total: jax.Array) -> jax.Array:
+    """Attention output `[T, N, H]` from sums of weighted values and of weights."""
+    return weighted / jnp.maximum(total, 1e-30)[..., None]
+
+
+def partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    *,
+    scale: float,
+    sinks: jax.Array | None,
+    window: int,
+    softcap: float,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`attention` before its division, over one of `shares` equal shares of each page's tokens.
+
+    A page holds `shares * Z` tokens; this share's pages are the Z from `share * Z` on.
+
+    Returns:
+      For each row and query head, float32: the peak of the scores `[T, N]`, the sum of weights
+      relative to it `[T, N]` (NaN in rows past their pages), and that of weighted values
+      `[T, N, H]`; and both page pools.
+    """
+    H, (K, Z) = q.shape[-1], v_pages.shape[1:3]
+    page, offset = _places(layout, q.shape[0], Z, share, shares)
     k_pages = k_pages.at[page, :, :, offset].set(k.astype(k_pages.dtype))
     v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype))
 
+    def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        S, pages = ids.shape
+        keys = k_pages[ids].transpose(0, 1, 4, 2, 3).reshape(S, pages * Z, K, H)
+        return keys, v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H)
+
+    sums = _attend(
+        *(q, read, (K, H), Z, layout, scale),
+        sinks=sinks,
+        window=window,
+        softcap=softcap,
+        share=share,
+        shares=shares,
+    )
+    return *sums, k_pages, v_pages
+
+
+def latent_attention(
+    q: jax.Array, latent: jax.Array, pages: jax.Array, layout: Layout, *, rank: int, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Appends latent vectors to the pages, then attends causally over live pages.
+
+    Multi-head latent attention in its absorbed form (arXiv 2405.04434, section 2.1): all heads meet
+    one key per token, whose first numbers are the token's value too.
+
+    Args:
+      q: `[T, N, W]`: a query in the latent space, then its rotated part.
+      latent: `[T, W]`: the normed latent vector, then the rotated key.
+      pages: `[P, Z, W]`; donate it, and it is updated in place.
+      layout: where the rows sit, as for `attention`.
+      rank: R, how many of the W numbers are the value.
+      scale: factor on the scores.
+
+    Returns:
+      Attention output `[T, N, R]` in q's dtype, still in the latent space, and the pages.
+    """
+    _, total, weighted, pages = partial_latent_attention(
+        q, latent, pages, layout, rank=rank, scale=scale
+    )
+    return finished(weighted, total).astype(q.dtype), pages
+
+
+def partial_latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    rank: int,
+    scale: float,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`latent_attention` before its division, over one share; see `partial_attention`."""
+    Z, W = pages.shape[1:]
+    page, offset = _places(layout, q.shape[0], Z, share, shares)
+    pages = pages.at[page, offset].set(latent.astype(pages.dtype))
+
+    def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = pages[ids].reshape(ids.shape[0], -1, 1, W)
+        return keys, keys[..., :rank]
+
+    sums = _attend(q, read, (1, rank), Z, layout, scale, share=share, shares=shares)
+    return *sums, pages
+
+
+def _places(
+    layout: Layout, n_rows: int, Z: int, share: jax.Array | int = 0, shares: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """The page and the offset in its share that each of the rows writes to, int32 `[T]`."""
+    M = layout.page_table.shape[1]
+    whole = Z * shares
+    slot, position = layout.rows(n_rows)
+    offset = position % whole - Z * share
+    live = (position >= 0) & (position < M * whole) & (offset >= 0) & (offset < Z)
+    place = jnp.clip(position // whole, 0, M - 1)
+    page = jnp.where(live, layout.page_table[slot, place], DUMP_PAGE)
+    return page, jnp.where(live, offset, 0)
+
+
+def _attend(
+    q: jax.Array,
+    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    values_shape: tuple[int, int],
+    Z: int,
+    layout: Layout,
+    scale: float,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Causal attention of `q [T, N, H]` over pages that hold this step's rows already.
+
+    Args:
+      q: queries.
+      read: keys `[S, C, K, H]` and values `[S, C, K, V]` of the C tokens in pages `[S, C/Z]`.
+      values_shape: K and V.
+      Z: tokens of a page, or of this share of it.
+      layout: where the rows sit.
+      scale: as of `attention`, like the rest.
+      sinks: likewise.
+      window: likewise.
+      softcap: likewise.
+      share: as of `partial_attention`, like its results.
+      shares: likewise.
+
+    Returns:
+      Peaks `[T, N]`, sums of weights `[T, N]` and of weighted values `[T, N, V]`.
+    """
+    T, N, H = q.shape
+    K, V = values_shape
+    S, M = layout.page_table.shape
+    Q, G = layout.max_query, N // K
+    whole, before = Z * shares, Z * share
+    slot, position = layout.rows(T)
     start = layout.query_start[:-1]
     row = jnp.minimum(start[:, None] + jnp.arange(Q), T - 1)
     queries = q[row].reshape(S, Q, K, G, H).astype(jnp.float32) * scale
@@ -72,15 +224,13 @@ def attention(
     def block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         peak, total, weighted = carry
         ids = jax.lax.dynamic_slice_in_dim(table, index * pages, pages, axis=1)
-        keys = k_pages[ids].transpose(0, 1, 4, 2, 3).reshape(S, pages * Z, K, H)
-        values = v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H).astype(jnp.float32)
-        key_position = index * pages * Z + jnp.arange(pages * Z)
+        keys, values = (part.astype(jnp.float32) for part in read(ids))
+        at = jnp.arange(pages * Z)
+        key_position = (index * pages + at // Z) * whole + before + at % Z
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         stale = key_position >= layout.kv_lens[:, None]
         values = jnp.where(stale[:, :, None, None], 0, values)
-        scores = jnp.einsum(
-            "sqkgh,sckh->sqkgc", queries, keys.astype(jnp.float32), precision=_EXACT
-        )
+        scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys, precision=_EXACT)
         scores = soften(scores, softcap)
         seen = key_position <= query_position[..., None]
         if window:
@@ -90,15 +240,20 @@ def attention(
         decay = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])
         total = total * decay + weights.sum(-1)
-        added = jnp.einsum("sqkgc,sckh->sqkgh", weights, values, precision=_EXACT)
+        added = jnp.einsum("sqkgc,sckv->sqkgv", weights, values, precision=_EXACT)
         weighted = weighted * decay[..., None] + added
         return new_peak, total, weighted
 
     zeros = jnp.zeros((S, Q, K, G), jnp.float32)
-    rounds = (jnp.max(layout.kv_lens) + pages * Z - 1) // (pages * Z)
-    first = (zeros + _MASKED, zeros, jnp.zeros((S, Q, K, G, H), jnp.float32))
-    _, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
-    result = weighted / jnp.maximum(total, 1e-30)[..., None]
+    rounds = (jnp.max(layout.kv_lens) + pages * whole - 1) // (pages * whole)
+    if sinks is None:
+        peak, total = zeros + _MASKED, zeros
+    else:
+        # Of several shares one has the sinks.
+        peak, total = zeros + sinks.reshape(K, G), zeros + (share == 0)
+    first = (peak, total, jnp.zeros((S, Q, K, G, V), jnp.float32))
+    peak, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
     rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
-    out = jnp.where(full[:, None, None], jnp.nan, result[slot, rank].reshape(T, N, H))
-    return out.astype(q.dtype), k_pages, v_pages
+    peak, total = (x[slot, rank].reshape(T, N) for x in (peak, total))
+    total = jnp.where((position >= M * whole)[:, None], jnp.nan, total)
+    return peak, total, weighted[slot, rank].reshape(T, N, V)

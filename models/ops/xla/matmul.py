@@ -22,13 +22,16 @@ def matmul(x: jax.Array, weight: Weight) -> jax.Array:
     )
 
 
-def grouped_matmul(x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array, weight: Weight, sizes: jax.Array, bias: jax.Array | None = None
+) -> jax.Array:
     """Rows `x [T, C]`, sorted by group, times the transpose of their group's matrix.
 
     Args:
       x: the first `sizes[0]` rows belong to group 0, and so on.
       weight: `[E, R, C]`, quantised or not.
       sizes: int32 `[E]`, which sum to T.
+      bias: float32 `[E, R]`, of which each row gets that of its group; None for none.
 
     Returns:
       float32 `[T, R]`, computed as `matmul` does.
@@ -38,11 +41,30 @@ def grouped_matmul(x: jax.Array, weight: Weight, sizes: jax.Array) -> jax.Array:
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
-    return jax.lax.ragged_dot_general(
+    out = jax.lax.ragged_dot_general(
         x,
         densify(weight, x.dtype),
         sizes,
         axes,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    if bias is None:
+        return out
+    groups = jnp.arange(len(sizes), dtype=jnp.int32)
+    return out + bias[jnp.repeat(groups, sizes, total_repeat_length=len(x))]
+
+
+def head_matmul(x: jax.Array, weight: Weight) -> jax.Array:
+    """`x [T, N, C]`, each head times the transpose of its matrix of `weight [N, R, C]`.
+
+    Returns:
+      float32 `[T, N, R]`, computed as `matmul` does.
+    """
+    return jnp.einsum(
+        "tnc,nrc->tnr",
+        x,
+        densify(weight, x.dtype),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )

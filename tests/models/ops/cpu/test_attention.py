@@ -37,6 +37,7 @@ class Case:
     softcap: float = 0.0
     dtype: str = "float32"
     padding: int = 2
+    sinks: bool = False
 
 
 CASES = {
@@ -49,7 +50,14 @@ CASES = {
     "bfloat16_pages": Case((30, 1), (300, 40), N=16, K=1, H=128, Z=32, dtype="bfloat16"),
     "widest_head": Case((2,), (30,), N=2, K=1, H=512),
     "odd_head": Case((9,), (70,), N=3, K=3, H=13),
+    "sinks": Case((50, 1, 1), (600, 20, 1), N=9, K=3, H=20, sinks=True),
+    "sinks_and_window": Case((20,), (600,), N=4, K=2, window=270, dtype="bfloat16", sinks=True),
 }
+
+
+def sinks_of(case: Case) -> jax.Array | None:
+    """Below, among and above the scores."""
+    return jnp.linspace(-3, 6, case.N, dtype=jnp.float32) if case.sinks else None
 
 
 def inputs(case: Case, seed: int = 0) -> tuple[tuple[jax.Array, ...], Layout]:
@@ -92,6 +100,7 @@ def expected(
     q, k, v, *pages = (np.array(x, np.float64) for x in arrays)
     k_pages, v_pages = (part.transpose(to) for part, to in zip(pages, TO_TOKENS, strict=True))
     start, table = np.asarray(layout.query_start), np.asarray(layout.page_table)
+    sinks = [-np.inf] * case.N if sinks_of(case) is None else np.float64(sinks_of(case))
     out = np.zeros(q.shape)
     for s, (n, length) in enumerate(zip(case.rows, case.lens, strict=True)):
         for i in range(n):
@@ -108,7 +117,8 @@ def expected(
                 if case.softcap:
                     scores = case.softcap * np.tanh(scores / case.softcap)
                 weights = np.exp(scores - scores.max())
-                out[start[s] + i, head] = weights @ v_pages[cells][:, kv] / weights.sum()
+                total = weights.sum() + np.exp(sinks[head] - scores.max())
+                out[start[s] + i, head] = weights @ v_pages[cells][:, kv] / total
     return out, *(x.transpose(to) for x, to in zip((k_pages, v_pages), FROM_TOKENS, strict=True))
 
 
@@ -116,6 +126,7 @@ def run(
     case: Case, arrays: tuple[jax.Array, ...], layout: Layout, **options: object
 ) -> tuple[jax.Array, ...]:
     settings = {"scale": case.H**-0.5, "window": case.window, "softcap": case.softcap}
+    settings["sinks"] = sinks_of(case)
     return cpu.attention(*arrays, layout, **(settings | options))
 
 
@@ -153,10 +164,12 @@ def test_turned_on_the_way(part: int, isa: str) -> None:
         run(case, (q, k, v, *pages), layout, turn=(wide, wide))
 
 
-@pytest.mark.parametrize("name", ["decode", "mixed"])
+@pytest.mark.parametrize("name", ["decode", "mixed", "sinks", "sinks_and_window"])
 def test_against_the_reference(name: str) -> None:
     arrays, layout = inputs(CASES[name])
-    want = xla.attention(*arrays, layout, scale=CASES[name].H ** -0.5)[0]
+    case = CASES[name]
+    settings = {"scale": case.H**-0.5, "window": case.window, "sinks": sinks_of(case)}
+    want = xla.attention(*arrays, layout, **settings)[0]
     got = run(CASES[name], arrays, layout)[0]
     rows = sum(CASES[name].rows)
     np.testing.assert_allclose(got[:rows], want[:rows], atol=1e-5)
@@ -169,7 +182,10 @@ def test_bits_do_not_depend_on_chunks_slots_or_threads(
     window: int, softcap: float, isa: str
 ) -> None:
     """A prompt of 700 at once; in chunks; and beside another slot: the same bits for each row."""
-    case = Case((700,), (700,), N=6, K=2, H=32, window=window, softcap=softcap, padding=0)
+    # Sinks in a third of the cases, which share no setting with another.
+    sinks = (window, softcap) in ((0, 0.0), (40, 5.0))
+    sizes = {"N": 6, "K": 2, "H": 32, "padding": 0, "sinks": sinks}
+    case = Case((700,), (700,), window=window, softcap=softcap, **sizes)
     (q, k, v, k_pages, v_pages), layout = inputs(case)
     whole = np.asarray(run(case, (q, k, v, k_pages, v_pages), layout, isa=isa)[0])
     for sizes in ([699, 1], [1, 16, 17, 250, 416], [256, 256, 188]):
@@ -279,6 +295,10 @@ def test_wrong_arguments_are_named() -> None:
         run(case, (q, k, v, k_pages[..., :8], v_pages[:, :, :8]), layout)
     with pytest.raises(StokerError, match="pages of float16"):
         run(case, (q, k, v, k_pages.astype("float16"), v_pages.astype("float16")), layout)
+    with pytest.raises(StokerError, match=r"sinks of shape \[5\]; it must be \[6\]"):
+        run(case, (q, k, v, k_pages, v_pages), layout, sinks=jnp.zeros(5))
+    with pytest.raises(StokerError, match="sinks of int32"):
+        run(case, (q, k, v, k_pages, v_pages), layout, sinks=jnp.zeros(6, jnp.int32))
     with pytest.raises(StokerError, match=r"layout.kv_lens is float32"):
         run(case, (q, k, v, k_pages, v_pages), layout.replace(kv_lens=jnp.ones(1)))
     with pytest.raises(StokerError, match="5 query heads, 2 KV heads"):
@@ -296,7 +316,7 @@ def test_handler_refuses_what_python_would_not_send() -> None:
         jax.block_until_ready(function(*arrays, **attributes, **placement))
 
     turn = (jnp.ones((len(q), 8)),) * 2
-    tables = (layout.query_start, layout.kv_lens, layout.page_table)
+    tables = (layout.query_start, layout.kv_lens, layout.page_table, jnp.zeros(0))
     with pytest.raises(jax.errors.JaxRuntimeError, match="not one buffer"):
         call({}, q, k, v, *turn, k_pages, v_pages, *tables)
     with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
@@ -307,4 +327,6 @@ def test_handler_refuses_what_python_would_not_send() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
         call({5: 1, 6: 2}, q, k, v, turn[0], turn[1][1:], k_pages, v_pages, *tables)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        call({5: 1, 6: 2}, q, k, v, *turn, k_pages, v_pages, *tables[:2], tables[2][0])
+        call({5: 1, 6: 2}, q, k, v, *turn, k_pages, v_pages, *tables[:2], tables[2][0], tables[3])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
+        call({5: 1, 6: 2}, q, k, v, *turn, k_pages, v_pages, *tables[:3], jnp.zeros(q.shape[1] - 1))

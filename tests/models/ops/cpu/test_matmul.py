@@ -261,7 +261,7 @@ def test_handler_refuses_what_python_would_not_send(
                 jnp.zeros(shapes["x"]),
                 jnp.zeros(shapes["x"]),
                 jnp.zeros(shapes["payload"], jnp.uint8),
-                weights=np.array(fields, np.int64),
+                weights=np.array((*fields, 0, 0), np.int64),
                 before=np.int64(0),
                 eps=np.float32(0),
                 exact=False,

@@ -1,0 +1,168 @@
+"""Safetensors whose quantised matrices go by the names and shapes of the plain ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...errors import StokerError
+from ...quantized import QuantArray
+from ..safetensors import SafetensorsCheckpoint, StoredTensor
+
+#: Stored tensors by what they are for, for example "scale".
+Parts = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedTensor:
+    """One matrix, and the stored tensors that it is made of.
+
+    Attributes:
+      name: of the plain tensor, for example `model.layers.0.mlp.up_proj.weight`.
+      shape: of the plain tensor, `[..., R, C]`.
+      sources: names of stored tensors, by the names that `make` wants.
+      nbytes: of the stored tensors together.
+      make: the matrix, of NumPy leaves, from the stored tensors.
+      by_rows: row i of each stored tensor is all that row i (an expert) is made of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: Mapping[str, str]
+    nbytes: int
+    make: Callable[[Parts], QuantArray] = dataclasses.field(repr=False)
+    by_rows: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedCheckpoint:
+    """The tensors of one model by their plain names; nothing large is read before `load`.
+
+    Attributes:
+      files: the stored tensors.
+      tensors: by plain name, those that are stored as they are and those that are quantised.
+    """
+
+    files: SafetensorsCheckpoint
+    tensors: dict[str, StoredTensor | QuantisedTensor]
+
+    @property
+    def paths(self) -> tuple[pathlib.Path, ...]:
+        """The model's files."""
+        return self.files.paths
+
+    @property
+    def file_bytes(self) -> int:
+        """Of all files together."""
+        return self.files.file_bytes
+
+    def load(self, name: str, rows: slice = slice(None)) -> np.ndarray | QuantArray:
+        """A tensor, or a slice of its rows: quantised with NumPy leaves, or in the file's type."""
+        tensor = self.tensors[name]
+        if isinstance(tensor, StoredTensor):
+            return self.files.load(name, rows)
+        if tensor.by_rows:
+            sources = tensor.sources.items()
+            return tensor.make({part: self.files.load(it, rows) for part, it in sources})
+        made = tensor.make({part: self.files.load(it) for part, it in tensor.sources.items()})
+        assert made.shape == tensor.shape
+        if rows.indices(tensor.shape[0]) == (0, tensor.shape[0], 1):
+            return made
+        return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[rows]), made)
+
+    def release(self, name: str) -> None:
+        """Lets the system drop a file's pages from memory; reading them again still works."""
+        tensor = self.tensors[name]
+        for stored in (name,) if isinstance(tensor, StoredTensor) else tensor.sources.values():
+            self.files.release(stored)
+
+
+class Builder:
+    """Takes stored tensors for quantised ones, checking each; what is left over is plain.
+
+    Args:
+      files: the stored tensors.
+      method: how errors call the format, for example "gptq".
+    """
+
+    def __init__(self, files: SafetensorsCheckpoint, method: str) -> None:
+        self.files, self.method = files, method
+        self._made: dict[str, QuantisedTensor] = {}
+        self._taken: set[str] = set()
+
+    def modules(self, suffix: str) -> list[str]:
+        """Names without `suffix` of the stored tensors that end with it."""
+        return [name.removesuffix(suffix) for name in self.files.tensors if name.endswith(suffix)]
+
+    def has(self, name: str) -> bool:
+        """Whether the files have a tensor."""
+        return name in self.files.tensors
+
+    def stored(self, name: str, *dtypes: str) -> StoredTensor:
+        """A tensor that must be there, with one of these types."""
+        found = self.files.tensors.get(name)
+        if found is None:
+            raise StokerError(
+                f"the file lacks tensor '{name}', which {self.method} needs beside the others of "
+                "its module; download the model again"
+            )
+        if dtypes and found.dtype not in dtypes:
+            raise StokerError(
+                f"tensor '{name}' has type {found.dtype} where {self.method} needs "
+                f"{' or '.join(dtypes)}; give a model that keeps to the format"
+            )
+        return found
+
+    def check_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
+        """Raises `StokerError` unless a tensor has one of these shapes."""
+        found = self.stored(name).shape
+        if found not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise StokerError(
+                f"tensor '{name}' has shape {list(found)} where {self.method} needs {wanted}; "
+                "convert the model again"
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        """The values of a small tensor."""
+        return self.files.load(name)
+
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        sources: Mapping[str, str],
+        make: Callable[[Parts], QuantArray],
+        by_rows: bool = False,
+    ) -> None:
+        """Adds a quantised tensor, made of stored ones, perhaps row by row."""
+        nbytes = sum(self.stored(stored).nbytes for stored in sources.values())
+        self._made[name] = QuantisedTensor(name, shape, sources, nbytes, make, by_rows)
+        self._taken.update(sources.values())
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Tensors that no weight needs, where they are there; the caller says why."""
+        self._taken.update(names)
+
+    def checkpoint(self, plain: Iterable[str]) -> QuantisedCheckpoint:
+        """What was added, and all other tensors as they are, whose types must be in `plain`."""
+        if not self._made:
+            raise StokerError(
+                f"config.json: quantization_config says {self.method}, but no tensor is quantised; "
+                "remove the key if these are the plain weights"
+            )
+        rest = {name: it for name, it in self.files.tensors.items() if name not in self._taken}
+        for name, tensor in rest.items():
+            if tensor.dtype not in plain:
+                raise StokerError(
+                    f"tensor '{name}' has type {tensor.dtype}, and nothing in quantization_config "
+                    f"({self.method}) says how to read it; give a model that keeps to the format"
+                )
+            if name in self._made:
+                raise StokerError(f"the file has '{name}' both quantised and plain; keep one")
+        return QuantisedCheckpoint(self.files, {**rest, **self._made})

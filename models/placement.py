@@ -1,0 +1,185 @@
+"""Puts parameters on the devices of a mesh, each device's part straight from where it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..sharding import Cut, Rules, even_cut, split_of, wide_cut
+from .config import ModelConfig
+from .cutting import cut_axis, cut_columns, pad_rows
+from .errors import StokerError
+from .host_arrays import Empty, aligned_empty
+from .ops.cpu import PackedArray, can_pack, pack
+from .parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
+from .quantized import QuantArray, dequantize
+
+#: Rows of a parameter (elements of its first axis), with NumPy leaves.
+Read = Callable[[slice], Any]
+
+
+def split_config(config: ModelConfig, mesh: Mesh, rules: Rules | None = None) -> ModelConfig:
+    """`config` for the devices of `mesh`; `rules` take the place of those they name.
+
+    Raises:
+      StokerError: for rules that contradict each other.
+    """
+    try:
+        return dataclasses.replace(config, split=split_of(mesh, rules))
+    except ValueError as error:
+        raise StokerError(str(error)) from None
+
+
+def cuts_of(parameter: Parameter, config: ModelConfig) -> tuple[Cut, ...]:
+    """Where each axis of a parameter is cut."""
+    split, heads = config.split, config.heads
+    targets = split.resolve(parameter.axes)
+    cuts = []
+    for name, size, target in zip(parameter.axes, parameter.shape, targets, strict=True):
+        degree = split.size(target)
+        if degree > 1 and name == "heads":
+            cuts.append(heads.query.times(size // config.n_heads))
+        elif degree > 1 and name == "kv_heads":
+            cuts.append(heads.kv.times(size // config.n_kv_heads))
+        else:
+            cuts.append((wide_cut if name == "ff" else even_cut)(size, degree))
+    return tuple(cuts)
+
+
+def place_params(params: Params, config: ModelConfig, mesh: Mesh) -> Params:
+    """`params` on the devices of `mesh`, split as `config.split` says.
+
+    Quantised matrices are packed, part by part, where the CPU kernels multiply with them.
+
+    Raises:
+      StokerError: for weights that are packed already, whole.
+    """
+    leaves = jax.tree.leaves(params, is_leaf=is_weight)
+    if any(isinstance(leaf, PackedArray) for leaf in leaves):
+        raise StokerError(
+            "weights packed for the CPU kernels cannot be split over a mesh; give them as they "
+            "were, and they are packed part by part"
+        )
+    values = {}
+    for (name, parameter), value in zip(
+        named_parameters(abstract_params(config)), leaves, strict=True
+    ):
+
+        def read(rows: slice, value: Any = value) -> Any:
+            return jax.tree.map(lambda leaf: np.asarray(leaf[rows]), value)
+
+        values[name] = place_parameter(parameter, config, mesh, read)
+    return unflatten(abstract_params(config), values)
+
+
+def place_parameter(
+    parameter: Parameter,
+    config: ModelConfig,
+    mesh: Mesh,
+    read: Read,
+    empty: Empty = aligned_empty,
+) -> Any:
+    """One parameter on the devices of `mesh`.
+
+    Only what this process's devices hold is read: rows that no part needs never, and those of one
+    part at a time. Leaves are arrays over the whole mesh, with padding and repetitions; the static
+    fields of a `QuantArray` or `PackedArray` are those of a part, which is what steps see inside
+    `jax.shard_map`.
+    """
+    cuts = cuts_of(parameter, config)
+    spec = config.split.spec(parameter.axes)
+    parts = _parts_by_device(mesh, spec, tuple(cut.degree for cut in cuts))
+    wanted = set(parts.values())
+    packs = config.kernels.platform == "cpu"
+    placed: dict[jax.Device, Any] = {}
+    for first in sorted({part[0] for part in wanted}):
+        start, end = cuts[0].ranges[first]
+        # Padding alone takes its format from some row.
+        whole = read(slice(start, end) if start < end else slice(0, 1))
+        whole = pad_rows(jax.tree.map(lambda leaf, n=end - start: leaf[:n], whole), cuts[0].width)
+        for rest, value in _cut_rest(whole, cuts):
+            devices = [device for device, part in parts.items() if part == (first, *rest)]
+            if devices and packs and isinstance(value, QuantArray):
+                with jax.default_device(devices[0]):
+                    value = pack(value, empty) if can_pack(value) else dequantize(value)
+            for device in devices:
+                placed[device] = jax.device_put(value, device)
+    some = next(iter(placed.values()))
+    columns = [jax.tree.leaves(value) for value in placed.values()]
+    leaves = []
+    for arrays in zip(*columns, strict=True):
+        # Packed tiles have an axis of bytes after that of columns.
+        entries = (*spec, *(None,) * (arrays[0].ndim - len(spec)))
+        degrees = (*(cut.degree for cut in cuts), *(1,) * (arrays[0].ndim - len(cuts)))
+        shape = tuple(n * d for n, d in zip(arrays[0].shape, degrees, strict=True))
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
+        leaves.append(jax.make_array_from_single_device_arrays(shape, sharding, list(arrays)))
+    return jax.tree.unflatten(jax.tree.structure(some), leaves)
+
+
+def _cut_rest(whole: Any, cuts: tuple[Cut, ...]) -> list[tuple[tuple[int, ...], Any]]:
+    """Parts along all axes but the first, by their numbers."""
+    found: list[tuple[tuple[int, ...], Any]] = [((), whole)]
+    for axis, cut in enumerate(cuts[1:], 1):
+        last = axis == len(cuts) - 1
+        if cut.degree == 1:
+            found = [((*place, 0), value) for place, value in found]
+            continue
+        found = [
+            ((*place, number), part)
+            for place, value in found
+            for number, part in enumerate(
+                cut_columns(value, cut) if last else cut_axis(value, axis, cut)
+            )
+        ]
+    return found
+
+
+def _parts_by_device(
+    mesh: Mesh, spec: PartitionSpec, degrees: tuple[int, ...]
+) -> dict[jax.Device, tuple[int, ...]]:
+    """Which part each of this process's devices holds: its number along each axis."""
+    indices = NamedSharding(mesh, spec).addressable_devices_indices_map(degrees)
+    return {
+        device: tuple(place.start or 0 for place in index or ())
+        for device, index in indices.items()
+    }
+
+
+def placement_report(config: ModelConfig) -> tuple[str, ...]:
+    """What of a model does not divide by the mesh, and what was done: a sentence each."""
+    lines = []
+    heads, split = config.heads, config.split
+    if heads.query.padded != config.n_heads:
+        lines.append(
+            f"{config.n_heads} query heads on {heads.query.degree} devices: padded to "
+            f"{heads.query.padded}, {heads.query.width} each"
+        )
+    if heads.repeats > 1:
+        lines.append(
+            f"{config.n_kv_heads} KV heads on {heads.kv.degree} devices: each is on "
+            f"{heads.repeats} of them"
+        )
+    if heads.kv.padded // heads.repeats != config.n_kv_heads:
+        lines.append(
+            f"{config.n_kv_heads} KV heads on {heads.kv.degree} devices: padded to "
+            f"{heads.kv.padded // heads.repeats}"
+        )
+    seen = set()
+    for _, parameter in named_parameters(abstract_params(config)):
+        cuts = cuts_of(parameter, config)
+        for name, size, cut in zip(parameter.axes, parameter.shape, cuts, strict=True):
+            uneven = name in ("vocab", "ff", "experts") and cut.padded != size
+            if uneven and (name, size) not in seen:
+                seen.add((name, size))
+                what = {"vocab": "tokens", "ff": "feed-forward columns"}.get(name or "", name)
+                lines.append(f"{size} {what} on {cut.degree} devices: padded to {cut.padded}")
+    for name, size in split.mesh:
+        if size > 1 and not any(name in axes for axes in map(split.axes, dict(split.rules))):
+            lines.append(f"mesh axis {name}:{size} divides nothing: its devices do the same")
+    return tuple(lines)

@@ -1,0 +1,93 @@
+"""Latent attention over pages against keys and values expanded for each head, in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stoker.models import ops
+from stoker.models.config import Kernels
+from stoker.models.ops.layout import Layout
+
+R, ROPE, N, Z, M = 24, 8, 4, 16, 12
+RNG = np.random.default_rng(0)
+
+
+def expanded(q: np.ndarray, latents: np.ndarray, scale: float) -> np.ndarray:
+    """One row `q [N, W]` over all of `latents [C, W]`: attention as it is defined, in float64."""
+    scores = np.einsum("nw,cw->nc", q, latents) * scale
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("nc,cr->nr", weights, latents[:, :R])
+
+
+def case(rows: list[int], cached: list[int], padding: int):
+    """Slots with so many new rows on so many cached tokens, on scattered pages full of NaN."""
+    S, T = len(rows), sum(rows) + padding
+    table = (1 + RNG.permutation(S * M)).reshape(S, M).astype(np.int32)
+    pages = np.full((1 + S * M, Z, R + ROPE), np.nan, np.float32)
+    pages[0] = 0
+    histories = [RNG.normal(size=(c + r, R + ROPE)) for c, r in zip(cached, rows, strict=True)]
+    for s, history in enumerate(histories):
+        for p in range(cached[s]):
+            pages[table[s, p // Z], p % Z] = history[p]
+    q = RNG.normal(size=(T, N, R + ROPE))
+    new = [history[c:] for history, c in zip(histories, cached, strict=True)]
+    latent = np.concatenate([*new, np.ones((padding, R + ROPE))])
+    layout = Layout(
+        query_start=jnp.asarray(np.cumsum([0, *rows]), jnp.int32),
+        kv_lens=jnp.asarray(np.add(cached, rows), jnp.int32),
+        page_table=jnp.asarray(table),
+        max_query=max(rows),
+    )
+    return q, latent, pages, layout, histories
+
+
+@pytest.mark.parametrize("platform", ["xla", "cpu"])
+@pytest.mark.parametrize(
+    ("rows", "cached", "padding"),
+    [([1, 1, 1], [0, 17, 150], 0), ([5, 1, 0, 33], [0, 140, 3, 15], 6), ([70], [100], 2)],
+)
+def test_rows_equal_expanded_attention(platform, rows, cached, padding) -> None:
+    q, latent, pages, layout, histories = case(rows, cached, padding)
+    out, after = ops.latent_attention(
+        *map(jnp.float32, (q, latent)),
+        jnp.asarray(pages),
+        layout,
+        Kernels(platform),
+        rank=R,
+        scale=0.3,
+    )
+    at = 0
+    for s, history in enumerate(histories):
+        for r in range(rows[s]):
+            want = expanded(q[at], history[: cached[s] + r + 1], 0.3)
+            np.testing.assert_allclose(out[at], want, atol=2e-5)
+            at += 1
+        for p, vector in enumerate(history):
+            page = int(layout.page_table[s, p // Z])
+            np.testing.assert_allclose(after[page, p % Z], vector, rtol=1e-6)
+    # Nothing but the slots' own tokens was written, padding aside.
+    written = sum(map(len, histories))
+    assert np.isfinite(np.asarray(after[1:])).all(-1).sum() == written
+
+
+def test_a_row_past_its_pages_is_not_a_number_and_writes_nothing() -> None:
+    q, latent, pages, layout, _ = case([1, 1], [M * Z - 1, 5], 0)
+    layout = dataclasses.replace(layout, kv_lens=jnp.array([M * Z + 1, 6], jnp.int32))
+    out, after = ops.latent_attention(
+        *map(jnp.float32, (q, latent)), jnp.asarray(pages), layout, Kernels(), rank=R, scale=0.3
+    )
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+    own = np.asarray(layout.page_table[0])
+    np.testing.assert_array_equal(after[own], pages[own])
+
+
+def test_heads_meet_their_own_matrix() -> None:
+    x, weight = RNG.normal(size=(3, N, 5)), RNG.normal(size=(N, 7, 5))
+    got = ops.head_matmul(jnp.float32(x), jnp.float32(weight), Kernels())
+    want = np.stack([x[:, n] @ weight[n].T for n in range(N)], axis=1)
+    np.testing.assert_allclose(got, want, atol=1e-5)

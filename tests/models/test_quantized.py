@@ -1,0 +1,37 @@
+"""What a quantised array stands for, against NumPy's own reading of each format."""
+
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from quantised import random_floats, random_levels
+
+from stoker.models.quantized import dequantize
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "float16", "bfloat16"])
+def test_four_bit_floats(kind: str) -> None:
+    array = random_levels(kind, 5)
+    half = array.group // 2
+    scale = np.asarray(array.scale, np.float32)
+    if array.super_scale is not None:
+        scale = scale * array.super_scale
+    blocks = array.codes.reshape(5, -1, half)
+    # ml_dtypes has the type itself, one value to a byte.
+    values = np.concatenate([blocks & 15, blocks >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn)
+    expected = (values.astype(np.float32) * scale[..., None]).reshape(5, -1)
+    np.testing.assert_array_equal(dequantize(array), expected)
+    np.testing.assert_array_equal(jax.jit(dequantize)(array), expected)
+    assert array.shape == (5, 96)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_eight_bit_floats(kind: str) -> None:
+    array = random_floats(None, 5, kind)
+    expected = array.codes.astype(np.float32) * np.repeat(array.scale, 48, axis=1)
+    np.testing.assert_array_equal(dequantize(array), expected)
+    rows = np.array([3, 0, 3])
+    np.testing.assert_array_equal(dequantize(jax.device_put(array)[rows]), expected[rows])
+    assert array.nbytes == 5 * 96 + 5 * 2 * 4
