@@ -92,7 +92,8 @@ def _without_factors(array: QuantArray) -> QuantArray:
 
 def _regrouped(array: QuantArray, group: int) -> QuantArray:
     """The same matrix in smaller groups; 4-bit codes of odd ones take a byte each."""
-    codes, bits = array.codes, array.bits
+    codes: Any = array.codes
+    bits = array.bits
     repeats = array.group // group
     array = _without_factors(array)
     if bits == 4:

@@ -18,6 +18,7 @@ from .dispatch import (
     products,
     sample,
     shared_attention,
+    shared_latent_attention,
 )
 from .elementwise import gated, rms_norm, rotary_tables, rotate, softcap
 from .layout import Layout
@@ -44,6 +45,7 @@ __all__ = [
     "rotate",
     "sample",
     "shared_attention",
+    "shared_latent_attention",
     "softcap",
     "uniforms",
 ]

@@ -206,6 +206,24 @@ def latent_attention(
     return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
 
 
+def shared_latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    kernels: Kernels,
+    *,
+    axes: Sequence[str],
+    rank: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`latent_attention` of this device's rows, where the devices of `axes` share the pages.
+
+    Args and results as of `xla.shared_latent_attention`, which does it on every platform.
+    """
+    return xla.shared_latent_attention(q, latent, pages, layout, axes=axes, rank=rank, scale=scale)
+
+
 def shared_attention(
     q: jax.Array,
     k: jax.Array,
