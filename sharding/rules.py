@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
 
+from .mesh import AXES
+
 #: For each logical axis, alternatives in order of preference: the mesh axes to split it over. The
 #: first one serves whose axes the mesh has and no other axis of the same array has taken. A logical
 #: axis that is not named, or has no fitting alternative, is replicated.
@@ -101,3 +103,23 @@ def split_of(mesh: Mesh, rules: Rules | None = None) -> Split:
     if split.axes("heads") != split.axes("kv_heads"):
         raise ValueError("rules split 'heads' and 'kv_heads' differently; give them one rule")
     return split
+
+
+def parse_rules(text: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Rules as a flag has them: `ff=expert+tensor|tensor,vocab=` splits `ff` over both axes or else
+    one, and replicates `vocab`.
+
+    Raises:
+      ValueError: for a logical axis that `RULES` does not have, or a mesh axis that none can have.
+    """
+    rules: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, targets = (piece.strip() for piece in part.partition("="))
+        if name not in RULES:
+            raise ValueError(f"no rule is for '{name}'; rules are for {', '.join(RULES)}")
+        split = (target.split("+") for target in targets.split("|") if target)
+        rules[name] = tuple(tuple(axis.strip() for axis in target) for target in split)
+        unknown = [axis for target in rules[name] for axis in target if axis not in AXES]
+        if unknown:
+            raise ValueError(f"a mesh has no axis '{unknown[0]}'; use {', '.join(AXES)}")
+    return rules

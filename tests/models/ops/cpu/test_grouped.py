@@ -136,10 +136,19 @@ def test_no_rows() -> None:
     assert cpu.grouped_products(jnp.zeros((0, 160)), (weight,), sizes)[0].shape == (0, 37)
 
 
-@pytest.mark.parametrize("sizes", [[3, 0], [5, -1], [2, 3], [2**31 - 1, 2**31 - 1]])
+def test_rows_of_no_group_yield_zeros() -> None:
+    weight, _ = stack("q8_0", groups=2)
+    x = jnp.ones((4, 96))
+    for sizes in ([1, 2], [0, 0]):
+        used = sum(sizes)
+        (out,) = cpu.grouped_products(x, (weight,), jnp.array(sizes, jnp.int32))
+        assert np.all(np.asarray(out[:used]) != 0) and not np.any(np.asarray(out[used:]))
+
+
+@pytest.mark.parametrize("sizes", [[5, -1], [2, 3], [2**31 - 1, 2**31 - 1]])
 def test_sizes_that_do_not_fit_are_errors_of_the_runtime(sizes: list[int]) -> None:
     weight, _ = stack("q8_0", groups=2)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="0 or more and sum to 4"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="0 or more and sum to at most 4"):
         jax.block_until_ready(
             cpu.grouped_products(jnp.ones((4, 96)), (weight,), jnp.asarray(sizes, jnp.int32))
         )
