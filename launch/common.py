@@ -79,6 +79,13 @@ def define_model_flags(
         "int8 where the CPU kernels run.",
         flag_values=values,
     )
+    flags.DEFINE_string(
+        "quantize",
+        None,
+        "Make dense matrices int8 or int4 as they are read; those that are quantised already stay "
+        "as they are. Options follow, as in int4:group=64,minimum=false,search=false.",
+        flag_values=values,
+    )
     flags.DEFINE_boolean(
         "cache_programs",
         keep_programs,
@@ -173,6 +180,7 @@ def open_model(values: flags.FlagValues) -> Model:
             kv_dtype=values.kv_dtype,
             kernels=values.kernels,
             activations=values.activations,
+            quantize=values.quantize,
             progress=progress,
         )
 

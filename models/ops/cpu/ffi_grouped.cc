@@ -10,8 +10,7 @@
 namespace stoker {
 namespace {
 
-// First rows of the groups, and the end of the last. Empty unless sizes are 0 or more and T holds
-// them.
+// First rows of the groups, and the end of the last. Empty unless sizes are 0 or more and at most T.
 std::vector<int64_t> starts_of(const int32_t* sizes, int64_t groups, int64_t T) {
   std::vector<int64_t> starts{0};
   for (int64_t i = 0; i < groups; ++i) {
@@ -68,19 +67,14 @@ ffi::Error grouped(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer
   }
   const std::vector<int64_t> starts = starts_of(sizes.typed_data(), E, T);
   if (starts.empty()) {
-    return ffi::Error::InvalidArgument("grouped: sizes of the groups must be 0 or more and sum to "
-                                       "at most " + std::to_string(T));
+    return ffi::Error::InvalidArgument("grouped: sizes of groups must be 0 or more and sum to " +
+                                       std::to_string(T) + " or fewer");
   }
+  for (const Weight& w : weights) std::fill(w.out + starts.back() * w.R, w.out + T * w.R, 0.0f);
   Crew pool = crew(threads, limit);
   const Input input{x.typed_data(), other.typed_data(), before, 0.0f};
-  const int64_t used = starts.back();
-  if (used) {
-    multiply(pool, *table, input, {starts.data(), E}, C, weights.data(), n, exact,
-             (*scratch)->typed_data());
-  }
-  for (const Weight& weight : weights) {
-    std::fill(weight.out + used * weight.R, weight.out + T * weight.R, 0.0f);
-  }
+  multiply(pool, *table, input, {starts.data(), E}, C, weights.data(), n, exact,
+           (*scratch)->typed_data());
   return ffi::Error::Success();
 }
 
