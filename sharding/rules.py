@@ -7,7 +7,7 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .mesh import AXES
 
@@ -103,6 +103,24 @@ def split_of(mesh: Mesh, rules: Rules | None = None) -> Split:
     if split.axes("heads") != split.axes("kv_heads"):
         raise ValueError("rules split 'heads' and 'kv_heads' differently; give them one rule")
     return split
+
+
+def sharding(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules | None = None
+) -> NamedSharding:
+    """Where an array of `shape` with these logical axes lies on `mesh`, as it is.
+
+    For arrays that are kept whole, in a checkpoint or for steps of one's own under `jit`: axes that
+    do not divide are replicated. What steps on a mesh take is padded instead; see
+    `models/placement.py`.
+    """
+    split = split_of(mesh, rules)
+    targets = split.resolve(axes)
+    fitting = (
+        target if target and size % split.size(target) == 0 else None
+        for target, size in zip(targets, shape, strict=True)
+    )
+    return NamedSharding(mesh, PartitionSpec(*fitting))
 
 
 def parse_rules(text: str) -> dict[str, tuple[tuple[str, ...], ...]]:
