@@ -15,11 +15,13 @@ import numpy as np
 
 from ..sharding import Rules
 from .checkpoints.gguf import GGUFCheckpoint
+from .checkpoints.manifest import is_native_folder
+from .checkpoints.native import NativeCheckpoint
 from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import Kernels, ModelConfig
 from .errors import StokerError
-from .families import Family, family_for, family_of_type
+from .families import Family, family_for, family_of_name, family_of_type
 from .families.gguf_config import model_config as config_from_gguf
 from .families.hf_config import ConfigJson
 from .families.hf_config import model_config as config_from_json
@@ -36,10 +38,11 @@ from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
 from .tokenizers.folder import tokenizer_from_folder
 from .tokenizers.gguf import tokenizer_from_gguf
+from .tokenizers.native import tokenizer_from_native
 
 _LOG = logging.getLogger("stoker")
 
-Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint | QuantisedCheckpoint
+Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint | QuantisedCheckpoint | NativeCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +131,14 @@ class Opened:
     """A checkpoint of which no tensor has been read.
 
     Attributes:
+      path: the file (of a split model: its first shard) or the folder.
       checkpoint: its tensors.
       family: of the model.
       config: the architecture, in float32 and with the reference kernels.
       tokenizer: makes the tokenizer.
     """
 
+    path: pathlib.Path
     checkpoint: Checkpoint
     family: Family
     config: ModelConfig
@@ -141,11 +146,15 @@ class Opened:
 
 
 def open_checkpoint(path: pathlib.Path) -> Opened:
-    """Opens a GGUF file or a folder of safetensors files, as `resolve` finds them.
+    """Opens a GGUF file, a folder of safetensors files or one of Stoker's own, as `resolve` finds.
 
     Raises:
       StokerError: it is damaged, or its architecture is not supported.
     """
+    if is_native_folder(path):
+        native = NativeCheckpoint.open(path)
+        family = family_of_name(native.config.family)
+        return Opened(path, native, family, native.config, lambda: tokenizer_from_native(path))
     if is_safetensors_folder(path):
         json = ConfigJson(read_json(path / "config.json"))
         family = family_of_type(json.value("model_type"))
@@ -155,15 +164,17 @@ def open_checkpoint(path: pathlib.Path) -> Opened:
         else:
             files = SafetensorsCheckpoint.open(path)
         config = config_from_json(family, json, files.tensors)
-        return Opened(files, family, config, lambda: tokenizer_from_folder(path))
+        return Opened(path, files, family, config, lambda: tokenizer_from_folder(path))
     gguf = GGUFCheckpoint.open(path)
     family = family_for(gguf.metadata.get("general.architecture"))
     config = config_from_gguf(family, gguf)
-    return Opened(gguf, family, config, lambda: tokenizer_from_gguf(gguf.metadata))
+    return Opened(path, gguf, family, config, lambda: tokenizer_from_gguf(gguf.metadata))
 
 
 def naming_of(checkpoint: Checkpoint, family: Family) -> Naming:
     """How this kind of checkpoint calls the parameters of `family`."""
+    if isinstance(checkpoint, NativeCheckpoint):
+        return checkpoint.naming
     naming = family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
     return naming.fitting(checkpoint.tensors)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from .. import configs
@@ -18,12 +19,12 @@ from .errors import StokerError
 from .ops import cpu
 from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
 from .parts import Latent, Router
-from .quantized import QuantArray
+from .quantized import E2M1, QuantArray
 from .rotary import yarn_factors
 
-#: Formats of the matrices: dense types, and codes in groups of 32 with a float16 scale (int4 with
-#: a minimum too, as GGUF's Q4_1 and Q8_0 have them).
-WEIGHTS = (*DTYPES, "int8", "int4")
+#: Formats of the matrices: dense types, codes in groups of 32 with a float16 scale (int4 with a
+#: minimum too, as GGUF's Q4_1 and Q8_0 have them), and four-bit floats, as of GPT-OSS.
+WEIGHTS = (*DTYPES, "int8", "int4", "mxfp4")
 _GROUP = 32
 #: Fields of `ModelConfig` that flags decide, not the architecture.
 _RUN_FIELDS = {"dtype", "kv_dtype", "kernels"}
@@ -105,20 +106,26 @@ def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
             fill = jnp.zeros if name.endswith("bias") else jnp.ones
             values[name] = fill(parameter.shape, parameter.dtype)
         else:
-            array = _quantised(rng, parameter.shape, 4 if weights == "int4" else 8)
-            packs = config.kernels.platform == "cpu" and array.ndim == 2
-            values[name] = cpu.pack(array) if packs else array
+            array = _quantised(rng, parameter.shape, weights)
+            values[name] = cpu.pack(array) if config.kernels.platform == "cpu" else array
     return unflatten(abstract, jax.tree.map(jnp.asarray, values))
 
 
-def _quantised(rng: np.random.Generator, shape: tuple[int, ...], bits: int) -> QuantArray:
+def _quantised(rng: np.random.Generator, shape: tuple[int, ...], weights: str) -> QuantArray:
     """Uniform codes whose values have about the standard deviation of a trained matrix."""
+    bits = 8 if weights == "int8" else 4
     *_, C = shape
     if C % _GROUP:
         raise StokerError(f"a row of {C} columns does not divide into groups of {_GROUP}")
+    scale: Any
     codes: Any = rng.integers(0, 256, (*shape[:-1], C * bits // 8), np.uint8)
+    if weights == "mxfp4":
+        exponent = round(127 - np.log2(3 * C**0.5))
+        powers: Any = np.full((*shape[:-1], C // _GROUP), exponent, np.uint8)
+        scale = powers.view(ml_dtypes.float8_e8m0fnu)
+        return QuantArray(codes, scale, bits=4, group=_GROUP, levels=E2M1)
     step = C**-0.5 / 2 ** (bits - 2)
-    scale: Any = np.full((*shape[:-1], C // _GROUP), step, np.float16)
+    scale = np.full((*shape[:-1], C // _GROUP), step, np.float16)
     if bits == 8:
         return QuantArray(codes.view(np.int8), scale, bits=8, group=_GROUP)
     return QuantArray(codes, scale, (-7.5 * scale).astype(np.float16), bits=4, group=_GROUP)

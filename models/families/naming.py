@@ -164,7 +164,7 @@ class Naming:
             *_, layer, name = ("", "", *path.split("."))
             template = self.tensors[name].replace("{layer}", layer)
             parts.setdefault(template, []).append(path)
-        uses = {}
+        uses: dict[str, TensorUse] = {}
         for template, sharing in parts.items():
             name = sharing[0].rpartition(".")[2]
             stacked = "{expert}" in template
@@ -186,7 +186,8 @@ class Naming:
     def _experts(self, tensor: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorUse]:
         """How the parameters of all experts of a layer come out of the one tensor they share."""
         total = sum(shape[1] for shape in shapes.values())
-        uses, start = {}, 0
+        uses: dict[str, TensorUse] = {}
+        start = 0
         for number, (path, shape) in enumerate(shapes.items()):
             outputs = slice(start, start + shape[1])
             if self.interleaved:

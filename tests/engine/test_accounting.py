@@ -42,6 +42,17 @@ def test_tied_head_is_read_once() -> None:
     assert cost.operations == untied.operations
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_experts_that_nobody_picks_cost_nothing(rows: int) -> None:
+    routed = dataclasses.replace(TINY, n_experts=8, experts_per_token=2, mlp_bias=True)
+    params = random_params(routed)
+    cost = step_cost(routed, params, [100.0] * rows)
+    every = step_cost(dataclasses.replace(routed, experts_per_token=8), params, [100.0] * rows)
+    one = 3 * 64 * 160 + 160 + 160 + 64
+    assert every.weights - cost.weights == pytest.approx(2 * 8 * one * 4 * 0.75**rows)
+    assert every.operations - cost.operations == pytest.approx(2 * 2 * rows * 6 * one)
+
+
 def test_token_bytes_are_what_the_cache_takes() -> None:
     for dtype in ("float32", "bfloat16"):
         config = dataclasses.replace(TINY, kv_dtype=dtype)

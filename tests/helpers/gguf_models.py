@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "phi3": ("phi3", False),
     "olmo2": ("olmo2", False),
     "granite": ("granite", True),
+    "gpt_oss": ("gpt-oss", False),
     "deepseek_v2": ("deepseek2", False),
     "deepseek_v3": ("deepseek2", False),
 }
@@ -57,6 +58,10 @@ def write_gguf_model(
     for name, weight in [*model.named_parameters(), *biases]:
         stem, _, ending = name.rpartition(".")
         values = weight.detach().numpy()
+        turned = config.model_type == "gpt_oss" and ending.endswith("_proj") and values.ndim == 3
+        bias = ending.endswith("_bias")
+        if turned:  # its experts have inputs first
+            values = values.swapaxes(1, 2)
         if stem.endswith("kv_b_proj") and not fused_kv:
             parts = split_kv(values, config)
             if quantisation != "F32":
@@ -66,10 +71,10 @@ def write_gguf_model(
                 with torch.no_grad():
                     weight.copy_(torch.from_numpy(join_kv(parts)))
         # The scale of a group must not depend on rows that are permuted later.
-        elif values.ndim > 1 and quantisation != "F32":
+        elif values.ndim > 1 and quantisation != "F32" and not bias:
             values = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind)
             with torch.no_grad():
-                weight.copy_(torch.from_numpy(values))
+                weight.copy_(torch.from_numpy(values.swapaxes(1, 2) if turned else values))
         if config.model_type.startswith("gemma") and stem.endswith("norm"):
             values = values + 1
         for part, heads in (
@@ -78,8 +83,10 @@ def write_gguf_model(
         ):
             if permuted and stem.endswith(part):
                 values = _permute(values, heads)
-        if ending == "gate_up_proj":  # of all experts
+        if ending.startswith("gate_up_proj"):  # of all experts
             gate, up = np.split(values, 2, axis=1)
+            if config.model_type == "gpt_oss":
+                gate, up = values[:, ::2], values[:, 1::2]
             tensors = {f"{_experts(stem)}_gate_exps": gate, f"{_experts(stem)}_up_exps": up}
         elif stem.endswith("kv_b_proj") and not fused_kv:
             block = f"blk.{stem.split('.')[2]}."
@@ -88,15 +95,17 @@ def write_gguf_model(
         elif ending == "e_score_correction_bias":
             tensors = {names.get_name(f"{stem}.e_score_correction"): values}
             ending = ".bias"
-        elif ending == "down_proj":
+        elif ending.startswith("down_proj"):
             tensors = {f"{_experts(stem)}_down_exps": values}
+        elif ending == "sinks":
+            tensors = {names.get_name(name): values}
         else:
             tensors = {names.get_name(stem): values}
             ending = f".{ending}"
-        ending = ending if ending.startswith(".") else ".weight"
+        ending = ending if ending.startswith(".") else ".bias" if bias else ".weight"
         for new, values in tensors.items():
             tensor = np.ascontiguousarray(values, np.float32)
-            if values.ndim > 1 and quantisation != "F32":
+            if values.ndim > 1 and quantisation != "F32" and not bias:
                 tensor = gguf.quants.quantize(tensor, kind)
                 writer.add_tensor(new + ending, tensor, raw_dtype=kind)
             else:
@@ -154,7 +163,7 @@ def _write_keys(writer: Any, config: Any, fused_kv: bool) -> None:
         writer.add_key_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
         writer.add_sliding_window(config.sliding_window or 0)
-    if kind in ("gemma2", "gemma3_text", "mistral") and config.sliding_window:
+    if kind in ("gemma2", "gemma3_text", "mistral", "gpt_oss") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -169,6 +178,8 @@ def _write_keys(writer: Any, config: Any, fused_kv: bool) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
     if kind == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if kind == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

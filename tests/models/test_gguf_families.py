@@ -23,6 +23,7 @@ UNSAID = {
     "gemma3-linear",
     "llama-biases",
     "qwen3-moe-shares",
+    "gpt-oss-layers",
     "deepseek-v3-mscale",
     "deepseek-v3-plain",
 }
@@ -37,6 +38,7 @@ QUANTISED = (
     "granite",
     "qwen3-moe",
     "deepseek-v3",
+    "gpt-oss",
 )
 
 
@@ -60,7 +62,11 @@ def written(tmp_path_factory):
 @pytest.mark.reference
 @pytest.mark.parametrize(
     ("name", "quantisation"),
-    [*((name, "F32") for name in NAMES), *((name, "Q8_0") for name in QUANTISED)],
+    [
+        *((name, "F32") for name in NAMES),
+        *((name, "Q8_0") for name in QUANTISED),
+        ("gpt-oss", "MXFP4"),
+    ],
 )
 def test_logits_equal_transformers(name: str, quantisation: str, written) -> None:
     path, expected = written(name, quantisation)

@@ -72,10 +72,11 @@ def read_awq(settings: Settings, builder: Builder) -> None:
 def _awq(parts: Parts, group: int) -> QuantArray:
     def outputs(words: np.ndarray) -> np.ndarray:
         """uint8 `[outputs, n]` of words `[n, outputs/8]`."""
-        nibbles = unpack_words(words, 4, words.shape[-1] * 8).reshape(len(words), -1, 8)
-        ordered = np.empty_like(nibbles)
-        ordered[..., _AWQ_ORDER] = nibbles
-        return np.ascontiguousarray(ordered.reshape(len(words), -1).T)
+        words = np.ascontiguousarray(words.T).view(np.uint32)
+        codes = np.empty((len(words), 8, words.shape[1]), np.uint8)
+        for nibble, place in enumerate(_AWQ_ORDER):
+            codes[:, place] = words >> np.uint32(4 * nibble) & np.uint32(15)
+        return codes.reshape(-1, words.shape[1])
 
     scale = np.ascontiguousarray(parts["scales"].T)
     return integers(outputs(parts["qweight"]), scale, outputs(parts["qzeros"]), 4, group)

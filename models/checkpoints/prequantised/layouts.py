@@ -25,6 +25,9 @@ def unpack_words(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     Returns:
       uint8 `[..., count]`.
     """
+    if bits in (4, 8):  # nothing straddles words, whose first byte is the lowest
+        stored = np.ascontiguousarray(words, "<i4").view(np.uint8)
+        return (stored if bits == 8 else neighbours(stored))[..., :count]
     words = words.view(np.uint32)
     runs = -(-count // _RUN)
     missing = runs * bits - words.shape[-1]
@@ -49,8 +52,10 @@ def halves(codes: np.ndarray, group: int) -> Any:
 
 def neighbours(packed: np.ndarray) -> np.ndarray:
     """4-bit codes uint8 `[..., C]` of bytes `[..., C/2]` that hold two neighbours, low first."""
-    pairs = np.stack([packed & 15, packed >> 4], axis=-1)
-    return pairs.reshape(*packed.shape[:-1], -1)
+    codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[..., ::2])
+    np.right_shift(packed, 4, out=codes[..., 1::2])
+    return codes
 
 
 def spread(scale: np.ndarray, rows: int, columns: int, block: tuple[int, int]) -> Any:

@@ -1,4 +1,5 @@
 // The handler of stoker_grouped_matmul: checks every shape, type and size, then multiplies.
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -9,14 +10,14 @@
 namespace stoker {
 namespace {
 
-// First rows of the groups, and the end of the last. Empty unless sizes are 0 or more and sum to T.
+// First rows of the groups, and the end of the last. Empty unless sizes are 0 or more and at most T.
 std::vector<int64_t> starts_of(const int32_t* sizes, int64_t groups, int64_t T) {
   std::vector<int64_t> starts{0};
   for (int64_t i = 0; i < groups; ++i) {
     if (sizes[i] < 0) return {};
     starts.push_back(starts.back() + sizes[i]);
   }
-  return starts.back() == T ? starts : std::vector<int64_t>{};
+  return starts.back() <= T ? starts : std::vector<int64_t>{};
 }
 
 // Arguments after `sizes` are weights, then a bias for each; an empty one is none.
@@ -66,9 +67,10 @@ ffi::Error grouped(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer
   }
   const std::vector<int64_t> starts = starts_of(sizes.typed_data(), E, T);
   if (starts.empty()) {
-    return ffi::Error::InvalidArgument("grouped: sizes of the groups must be 0 or more and sum to " +
-                                       std::to_string(T));
+    return ffi::Error::InvalidArgument("grouped: sizes of groups must be 0 or more and sum to " +
+                                       std::to_string(T) + " or fewer");
   }
+  for (const Weight& w : weights) std::fill(w.out + starts.back() * w.R, w.out + T * w.R, 0.0f);
   Crew pool = crew(threads, limit);
   const Input input{x.typed_data(), other.typed_data(), before, 0.0f};
   multiply(pool, *table, input, {starts.data(), E}, C, weights.data(), n, exact,

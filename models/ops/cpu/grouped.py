@@ -38,7 +38,8 @@ def grouped_products(
     Args:
       x: float32, bfloat16 or float16; the first `sizes[0]` rows belong to group 0, and so on.
       weights: packed, or dense of float32, bfloat16 or float16; any mixture.
-      sizes: int32 `[E]`, which sum to T; otherwise the runtime raises an error.
+      sizes: int32 `[E]`. Rows past their sum belong to no group and yield zeros. Negative sizes,
+        or a sum of more than T, are an error of the runtime when the call is executed.
       biases: float32 `[E, R_i]` that are added, or None, for each weight.
       activations: as of `products`.
       isa: one of `library.ISAS`.

@@ -35,8 +35,10 @@ def half_scales(array: QuantArray) -> bool:
         return bool((wide.astype(np.float16).astype(np.float32) == wide).all())
 
 
-def as_integers(xp: ModuleType, array: QuantArray, halves: bool) -> QuantArray:
+def as_integers(xp: ModuleType, array: QuantArray, narrow: bool) -> QuantArray:
     """`array` with integers in place of its levels, and scales that make up for it.
+
+    Where `narrow`, scales are float16 (see `half_scales`), else bfloat16 if they were, or float32.
 
     4-bit codes remain where the integers, less the smallest, are at most `LARGEST`: `levels` are
     then these, and the smallest is in the zero point. Otherwise codes become 8-bit integers.
@@ -51,7 +53,7 @@ def as_integers(xp: ModuleType, array: QuantArray, halves: bool) -> QuantArray:
     if super_scale is not None:
         super_scale = super_scale.astype(xp.float32) * share
     else:
-        kind = xp.float16 if halves else scale.dtype if scale.dtype == jnp.bfloat16 else xp.float32
+        kind = xp.float16 if narrow else scale.dtype if scale.dtype == jnp.bfloat16 else xp.float32
         scale = (scale.astype(xp.float32) * share).astype(kind)
     least = min(integers)
     small = max(integers) - least <= LARGEST

@@ -165,7 +165,7 @@ def check_gate(gate: jax.Array, up: jax.Array, activation: str) -> None:
 
 
 def check_weight(weight: Readable, columns: tuple[int, ...], groups: tuple[int, ...] = ()) -> None:
-    """Raises StokerError unless `weight [*groups, R, *columns]` is one that the kernels can read."""
+    """Raises StokerError unless `weight [*groups, R, *columns]` is one that kernels can read."""
     *leading, _, last = weight.shape if weight.ndim > 1 else (0, 0)
     if (*leading, last) != (*groups, *columns):
         what = f"rows of {columns[0]} columns" + (f" in {groups[0]} groups" if groups else "")

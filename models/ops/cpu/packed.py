@@ -196,7 +196,8 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
 
     Runs in numpy on concrete arrays, whose result goes into buffers from `empty`, and in JAX on
     traced ones. 4-bit codes in groups that are not whole eights of columns become 8-bit ones, and
-    so do levels that are no table of the kernels (`levels.as_integers`). Raises StokerError if `can_pack` is False.
+    so do levels that are no table of the kernels (`levels.as_integers`). Raises StokerError if
+    `can_pack` is False.
     """
     if not can_pack(array):
         if block_size(array.group, 8):
@@ -212,7 +213,7 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(array)):
         return _pack(jnp, array)
     array = jax.tree.map(np.asarray, array)
-    halves = half_scales(array)
+    narrow = half_scales(array)
     # A slice of rows at a time, into a buffer that JAX can adopt: temporaries stay small.
     *leading, rows, columns = array.shape
     step = max(TILE, SLICE_BYTES // columns // TILE * TILE)
@@ -220,7 +221,7 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     for index in np.ndindex(*leading):
         for start in range(0, rows, step):
             place = (*index, slice(start, start + step))
-            part = _pack(np, jax.tree.map(lambda leaf, place=place: leaf[place], array), halves)
+            part = _pack(np, jax.tree.map(lambda leaf, place=place: leaf[place], array), narrow)
             if whole is None:
                 shape = (*leading, -(-rows // TILE), *part.payload.shape[1:])
                 buffer: Any = empty(shape, np.dtype(np.uint8))
@@ -230,11 +231,11 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     return jax.device_put(whole)
 
 
-def _pack(xp: ModuleType, leaves: QuantArray, halves: bool = False) -> PackedArray:
-    """`pack` in NumPy or JAX; with `halves`, the scales of levels become halves."""
+def _pack(xp: ModuleType, leaves: QuantArray, narrow: bool = False) -> PackedArray:
+    """`pack` in NumPy or JAX; where `narrow`, the scales of levels become float16."""
     scale, super_scale = _scales(leaves.scale, leaves.super_scale, xp)
     leaves = dataclasses.replace(leaves, scale=scale, super_scale=super_scale)
-    leaves = as_integers(xp, leaves, halves)
+    leaves = as_integers(xp, leaves, narrow)
     table = tuple(map(int, leaves.levels))
     bits, codes, zero_point = leaves.bits, leaves.codes, leaves.zero_point
     block = block_size(leaves.group, bits)

@@ -18,7 +18,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def prepare(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray | jax.Array:
-    """A matrix `[R, C]`, or several `[E, R, C]`, packed for the CPU kernels or, where `can_pack` is False, dense.
+    """Matrices `[..., R, C]` packed for the CPU kernels or, where `can_pack` is False, dense.
 
     Both hold exactly what `dequantize` gives. Products of 8-bit floats and scales fit bfloat16 only
     where scales are powers of two or nearly so; otherwise the dense matrix is float32.

@@ -118,10 +118,10 @@ def _product(
         n = 2 if format_.kinds[1] else 1
         scratch = [pltpu.VMEM((block, scratch_width(format_)), jnp.float32)] * n
 
-    def at_tile(r: int, v: int, group: jax.Array, tile: jax.Array, *_: jax.Array):  # noqa: ANN202
+    def at_tile(r: int, v: int, group: jax.Array, tile: jax.Array, *_: jax.Array):
         return tile[v], 0
 
-    def at_group(r: int, v: int, group: jax.Array, *_: jax.Array):  # noqa: ANN202
+    def at_group(r: int, v: int, group: jax.Array, *_: jax.Array):
         return group[v], r, 0
 
     return pl.pallas_call(

@@ -36,6 +36,7 @@ HALVES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "MXFP4": [],
 }
 # Subnormal, tiny, negative, zero, largest.
 EDGES = np.array([6e-8, -6e-8, 5.9e-5, -1.5, 0.0, -0.0, 65504.0, 0.0123], np.float16)
@@ -46,6 +47,8 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, block_bytes), dtype=np.uint8)
+    if name == "MXFP4":  # powers of two whose products are neither subnormal nor infinite
+        raw[..., 0] = rng.integers(3, 250, raw.shape[:-1])
     for at in HALVES[name]:
         halves = rng.normal(0, 0.1, raw.shape[:-1]).astype(np.float16)
         edge = rng.random(halves.shape) < 0.3
@@ -115,10 +118,10 @@ def test_dense_types_keep_their_own_precision(name, shape):
 
 def test_supported_types_are_those_that_convert():
     known = {kind.name for kind in GGMLQuantizationType}
-    assert len(SUPPORTED_TYPES) == 13 and set(SUPPORTED_TYPES) < known
+    assert len(SUPPORTED_TYPES) == 14 and set(SUPPORTED_TYPES) < known
 
 
-@pytest.mark.parametrize("name", ["IQ4_NL", "TQ1_0", "MXFP4", "F64", "I8", "Q8_1"])
+@pytest.mark.parametrize("name", ["IQ4_NL", "TQ1_0", "NVFP4", "F64", "I8", "Q8_1"])
 def test_other_types_are_named(name):
     tensors = [
         TensorInfo("good", (32,), GGMLQuantizationType.Q8_0, 0, 34),

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from compressed import COMPRESSED
 from hf_models import Case
-from prequantised import FORMATS, quantised
+from prequantised import FORMATS, into_words, quantised
+from safetensors.numpy import save_file
 
 from stoker.models.checkpoints.prequantised import open_prequantised
+from stoker.models.checkpoints.prequantised.layouts import integers, unpack_words
 from stoker.models.quantized import QuantArray, dequantize
 
 ALL = FORMATS | {f"compressed-{name}": format for name, format in COMPRESSED.items()}
@@ -27,3 +29,53 @@ def test_every_matrix_has_the_values_of_its_format(name: str, tmp_path) -> None:
         np.testing.assert_array_equal(dequantize(array), expected)
         part = checkpoint.load(tensor, slice(3, 11))
         np.testing.assert_array_equal(dequantize(part), expected[3:11])
+
+
+@pytest.mark.reference
+def test_mxfp4_experts_have_the_values_that_transformers_gives_them(tmp_path) -> None:
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    blocks = rng.integers(0, 256, (3, 10, 2, 16), dtype=np.uint8)
+    scales = rng.integers(110, 135, (3, 10, 2), dtype=np.uint8)
+    stored = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, tmp_path / "model.safetensors")
+    checkpoint = open_prequantised(
+        tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
+    array = checkpoint.load(name)
+    assert array.shape == checkpoint.tensors[name].shape == (3, 10, 64)
+    assert array.nbytes == blocks.nbytes + scales.nbytes
+    expected = convert_moe_packed_tensors(
+        torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
+    )
+    np.testing.assert_array_equal(dequantize(array), expected.numpy().swapaxes(1, 2))
+
+
+def test_every_width_of_packed_codes() -> None:
+    rng = np.random.default_rng(0)
+    for bits in range(1, 9):
+        for count in (1, 31, 64, 75):
+            values = rng.integers(0, 2**bits, (3, count), dtype=np.uint8)
+            np.testing.assert_array_equal(
+                unpack_words(into_words(values, bits), bits, count), values
+            )
+
+
+def test_minima_of_float32_scales_are_a_rounding_apart() -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (5, 64), dtype=np.uint8)
+    scale = rng.uniform(0.01, 0.02, (5, 2)).astype(np.float32)
+    zero = rng.integers(0, 256, (5, 2))
+    exact = (codes - np.repeat(zero, 32, 1)) * np.repeat(scale.astype(np.float64), 32, 1)
+    array = integers(codes, scale, zero, 8, 32)
+    np.testing.assert_allclose(dequantize(array), exact, rtol=0, atol=256 * 0.02 * 2**-23)
+
+
+def test_odd_groups_of_small_codes_take_eight_bits() -> None:
+    codes = np.arange(30, dtype=np.uint8).reshape(2, 15) % 16
+    array = integers(codes, np.full((2, 3), 0.5, np.float16), 8, 4, 5)
+    assert array.bits == 8
+    np.testing.assert_array_equal(dequantize(array), (codes.astype(int) - 8) * 0.5)

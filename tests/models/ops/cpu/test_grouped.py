@@ -130,16 +130,25 @@ def test_several_weights_are_one_call_and_the_same_bits() -> None:
     assert lowered.count("custom_call @stoker") == 1
 
 
+def test_rows_of_no_group_yield_zeros() -> None:
+    weight, _ = stack("q4_1")
+    x, bias = rows(40, 160), rows(len(SIZES), 37)
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    (got,) = cpu.grouped_products(x.at[35].set(jnp.nan), (weight,), sizes, biases=(bias,))
+    (want,) = cpu.grouped_products(x[:33], (weight,), sizes, biases=(bias,))
+    np.testing.assert_array_equal(got, np.concatenate([want, np.zeros((7, 37))]))
+
+
 def test_no_rows() -> None:
     weight, _ = stack("q4_1")
     sizes = jnp.zeros(len(SIZES), jnp.int32)
     assert cpu.grouped_products(jnp.zeros((0, 160)), (weight,), sizes)[0].shape == (0, 37)
 
 
-@pytest.mark.parametrize("sizes", [[3, 0], [5, -1], [2, 3], [2**31 - 1, 2**31 - 1]])
+@pytest.mark.parametrize("sizes", [[5, -1], [-1, 5], [2, 3], [2**31 - 1, 2**31 - 1]])
 def test_sizes_that_do_not_fit_are_errors_of_the_runtime(sizes: list[int]) -> None:
     weight, _ = stack("q8_0", groups=2)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="0 or more and sum to 4"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="0 or more and sum to 4 or fewer"):
         jax.block_until_ready(
             cpu.grouped_products(jnp.ones((4, 96)), (weight,), jnp.asarray(sizes, jnp.int32))
         )
@@ -152,11 +161,11 @@ def test_wrong_arguments_are_named() -> None:
         cpu.grouped_products(jnp.ones((4, 64)), (weight,), sizes)
     with pytest.raises(StokerError, match="in 3 groups"):
         cpu.grouped_products(x, (weight,), jnp.array([1, 3, 0], jnp.int32))
-    with pytest.raises(StokerError, match="float32.*int32 vector"):
+    with pytest.raises(StokerError, match=r"float32.*int32 vector"):
         cpu.grouped_products(x, (weight,), sizes.astype(jnp.float32))
     with pytest.raises(StokerError, match=r"bias float32\[2, 36\]"):
         cpu.grouped_products(x, (weight,), sizes, biases=(jnp.zeros((2, 36)),))
-    with pytest.raises(StokerError, match="0 biases for 1 weights|2 biases for 1 weights"):
+    with pytest.raises(StokerError, match="2 biases for 1 weights"):
         cpu.grouped_products(x, (weight,), sizes, biases=(None, None))
     with pytest.raises(StokerError, match="'relu' must be one of"):
         cpu.grouped_gated_matmul(x, x, weight, sizes, activation="relu")

@@ -100,11 +100,9 @@ def test_levels_far_apart_become_bytes() -> None:
     np.testing.assert_array_equal(dequantize(cpu.unpack(packed)), dequantize(array))
 
 
-@pytest.mark.parametrize("name", ["q6_k", "levels"])
+@pytest.mark.parametrize("name", ["q6_k", "mxfp4"])
 def test_stacked_matrices_are_packed_one_by_one(name: str) -> None:
-    make = (
-        random_quant if name != "levels" else lambda _, rows, seed: random_levels("mxfp4", 21, seed)
-    )
+    make = random_levels if name == "mxfp4" else random_quant
     parts = [make(name, 21, seed=seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
     packed = cpu.pack(stacked)
