@@ -129,6 +129,7 @@ def _vocabulary(
         add_bos=flags["bos"],
         add_eos=flags["eos"],
         chat_template=template,
+        template_source="" if template is None else "tokenizer.chat_template",
     )
 
 
