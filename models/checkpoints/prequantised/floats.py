@@ -18,7 +18,10 @@ from .settings import Settings, refuse_spared
 FP8 = ("F8_E4M3", "F8_E5M2")
 #: Scales of activations and of cached keys and values: Stoker rounds neither to these formats, so
 #: that what they were calibrated for never happens.
-_ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
+_ACTIVATION_SCALES = (
+    *(".input_scale", ".output_scale", ".activation_scale"),
+    *(".k_scale", ".v_scale", ".q_scale"),
+)
 _BLOCK = [128, 128]
 
 
