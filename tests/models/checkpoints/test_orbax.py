@@ -37,7 +37,7 @@ quantised = {
 }
 params = params | {"layers": (*params["layers"][:11], quantised)}
 def placed_on(mesh):
-    """The parameters on a mesh, each array as it is."""
+    # Each array as it is.
     def place(parameter, value):
         return jax.tree.map(
             lambda leaf: jax.device_put(leaf, sharding(parameter.axes, leaf.shape, mesh)), value
