@@ -22,7 +22,7 @@ from .dispatch import (
     shared_attention,
     shared_latent_attention,
 )
-from .elementwise import gated, rms_norm, rotary_tables, rotate, softcap
+from .elementwise import gated, rms_norm, rotary_tables, softcap
 from .layout import Layout
 from .quant_pages import Pages, QuantPages, pack_pages
 from .sampling import Sampling, uniforms
@@ -50,7 +50,6 @@ __all__ = [
     "products",
     "rms_norm",
     "rotary_tables",
-    "rotate",
     "sample",
     "shared_attention",
     "shared_latent_attention",
