@@ -287,7 +287,7 @@ def load_params(
         del value
     if widened:
         _LOG.warning(
-            "stoker: %d matrices of 8-bit floats (or of groups that are not whole fours) are held as "
+            "stoker: %d matrices of 8-bit floats (or groups that are not whole fours) are held as "
             "bfloat16 or float32, since the CPU kernels multiply with integers only; kernels='xla' "
             "keeps them as they are",
             widened,
