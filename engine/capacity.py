@@ -9,7 +9,7 @@ import jax
 
 from ..models.config import ModelConfig
 from ..models.errors import StokerError
-from .cache import token_bytes
+from .cache import page_bytes as bytes_of_page
 from .pages import PAGE_TOKENS, pages_for
 
 #: Share of the memory that is free once the weights are there, which a cache takes at most.
@@ -22,14 +22,16 @@ def choose_pages(
     """Usable pages of an engine's cache.
 
     What was asked for, or else enough for every slot to be full, but no more than `kv_bytes`, or
-    than a share of the free memory if that is None.
+    than a share of the free memory if that is None. On a mesh, slots and pages are those of one
+    part of its data axis, and bytes those of one device.
 
     Raises:
       StokerError: if one sequence of `context` tokens does not fit, the slots outnumber the pages,
         or memory does not suffice; with the numbers.
     """
-    page_bytes = PAGE_TOKENS * token_bytes(config)
-    one = pages_for(context)
+    page_bytes = bytes_of_page(config)
+    page_tokens = PAGE_TOKENS * config.split.degree("context")
+    one = pages_for(context, page_tokens)
     free, share = _free_memory()
     if pages is not None and kv_bytes is not None:
         raise StokerError("pages and kv_bytes both size the cache; give one of them")
@@ -38,7 +40,7 @@ def choose_pages(
         pages = slots * one if limit is None else min(slots * one, limit // page_bytes)
     if pages < one:
         raise StokerError(
-            f"a sequence of {context} tokens takes {one} pages of {PAGE_TOKENS} tokens "
+            f"a sequence of {context} tokens takes {one} pages of {page_tokens} tokens "
             f"({one * page_bytes:,} bytes), but the cache has {max(pages, 0)}; give it more pages "
             "or memory, or a shorter context"
         )
@@ -71,5 +73,6 @@ def _free_memory() -> tuple[int | None, int | None]:
     found = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
     if found is None:
         return None, None
-    free = int(found[1]) * 1024
+    # Where one host stands for several devices, they share its memory.
+    free = int(found[1]) * 1024 // jax.local_device_count()
     return free, int(HOST_SHARE * free)

@@ -13,6 +13,7 @@ from .accounting import CacheReads, weight_bytes
 from .capacity import choose_pages
 from .ledger import Ledger
 from .pages import PAGE_TOKENS, Pages
+from .parts import Parts
 from .progress import reply_bar
 from .prompts import Prompt, encode_prompt, reply_limit
 from .replies import ABORT, ERROR, Choice, Delta, Reply, Times
@@ -82,10 +83,12 @@ class Engine:
                 f"{config.max_positions}"
             )
         config = config.for_context(context)
+        parts = config.split.degree("slots")
+        slots = -(-slots // parts)  # from here on, those of each part
         if decode_steps < 1:
             raise StokerError(f"decode_steps is {decode_steps}; it must be at least 1")
         self.model = model
-        self.slots = slots
+        self.slots = slots * parts
         self.context = context
         self.shapes = choose_shapes(slots, step_tokens) if shapes is None else shapes
         self.shapes.check(slots)
@@ -94,14 +97,20 @@ class Engine:
         self._decode_steps = decode_steps
         self._tokenizer = model.tokenizer
         self._end_ids = frozenset(model.tokenizer.stop_ids) if model.tokenizer else frozenset()
-        self._pages = Pages(self.n_pages, PAGE_TOKENS, share=prefix_cache)
-        self._scheduler = Scheduler(
-            self._pages,
-            slots=slots,
-            step_tokens=self.shapes.step_tokens,
-            score_tokens=self.shapes.score,
-            repeat=decode_steps,
-            mixed=mixed,
+        self._parts = Parts(
+            Scheduler(
+                Pages(
+                    self.n_pages,
+                    PAGE_TOKENS * config.split.degree("context"),
+                    share=prefix_cache,
+                ),
+                slots=slots,
+                step_tokens=self.shapes.step_tokens,
+                score_tokens=self.shapes.score,
+                repeat=decode_steps,
+                mixed=mixed,
+            )
+            for _ in range(parts)
         )
         self.runner = Runner(
             model.params,
@@ -111,10 +120,11 @@ class Engine:
             context=context,
             n_pages=self.n_pages,
             end_ids=sorted(self._end_ids),
+            mesh=model.mesh,
         )
         self._weights = weight_bytes(config, model.params)
         self._reads = CacheReads(config)
-        self._ledger = Ledger(self._scheduler, self.stats, self._tokenizer, self._end_ids)
+        self._ledger = Ledger(self._parts, self.stats, self._tokenizer, self._end_ids)
         self._streaming: dict[str, list[Delta]] = {}
         self._names = itertools.count()
         self._inflight: Dispatched | None = None
@@ -128,8 +138,13 @@ class Engine:
 
     @property
     def pages(self) -> Pages:
-        """The books of the cache's pages, to read."""
-        return self._pages
+        """The books of the cache's pages, to read; on a mesh, of its data axis's first part."""
+        return self._parts.schedulers[0].pages
+
+    @property
+    def all_pages(self) -> tuple[Pages, ...]:
+        """The same of each part."""
+        return tuple(part.pages for part in self._parts.schedulers)
 
     @property
     def unfinished(self) -> int:
@@ -139,12 +154,12 @@ class Engine:
     @property
     def running(self) -> int:
         """Sequences that have a slot."""
-        return len(self._scheduler.running)
+        return len(self._parts.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a slot or for pages."""
-        return len(self._scheduler.waiting)
+        return len(self._parts.waiting)
 
     def warmup(self, prompt_len: int | None = None, advance: Advance | None = None) -> None:
         """Compiles every shape, so that no request has to wait for it; later ones are warned of.
@@ -243,7 +258,7 @@ class Engine:
             raise
         if failure is not None:
             self._recover(failure)
-        self.stats.preemptions = self._scheduler.preemptions
+        self.stats.preemptions = self._parts.preemptions
         self.stats.busy_s += time.perf_counter() - start
         self.stats.wait_s += self.runner.wait_s - waited
         deltas = self._ledger.take_deltas()
@@ -324,19 +339,22 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forgets every page that no running sequence holds."""
-        self._pages.clear()
+        for pages in self.all_pages:
+            pages.clear()
 
     def _step(self) -> bool:
         """Whether there was anything to do."""
-        plan = self._scheduler.plan()
+        plans = self._parts.plan()
         previous, self._inflight = self._inflight, None
-        if plan is not None:
+        if plans is not None:
             now = time.perf_counter()
-            for sequence in plan.admitted:
+            for sequence in (s for plan in plans if plan for s in plan.admitted):
                 times = self._ledger.streams[sequence].request.reply.times
                 times.started = times.started or now
-            self._inflight = self.runner.dispatch(plan, lambda s: self._ledger.streams[s].params)
-            self._count(self._inflight)
+            self._inflight = self.runner.dispatch(plans, lambda s: self._ledger.streams[s].params)
+            sent = self._inflight
+            sizes = (sent.shape[0], self.shapes.score)
+            self.stats.count(sent.plans, sizes, self._weights.read, self._kv_bytes)
         elif previous is None:
             return False
         if previous is not None:
@@ -355,30 +373,13 @@ class Engine:
         """Starts over with an empty cache; everything that was running is computed again."""
         if error is not None:
             self.stats.failures += 1
-            for sequence in list(self._scheduler.running):
+            for sequence in list(self._parts.running):
                 sequence.failures += 1
                 if sequence.failures == 2:
                     self._ledger.close(sequence, ERROR, f"its steps failed twice: {error}")
         self._inflight = None
-        self._scheduler.restart()
+        self._parts.restart()
         self.runner.reset()
-
-    def _count(self, dispatched: Dispatched) -> None:
-        plan, stats = dispatched.plan, self.stats
-        n_rows = plan.n_tokens * plan.repeat
-        stats.steps += plan.repeat
-        stats.decode_steps += plan.repeat if plan.rows and plan.decodes else 0
-        stats.rows += n_rows
-        stats.padded_rows += dispatched.shape[0] * plan.repeat - n_rows
-        stats.sequences += len(plan.rows) * plan.repeat
-        if plan.rows:
-            stats.weight_bytes += self._weights.read(plan.n_tokens) * plan.repeat
-            stats.kv_bytes += self._kv_bytes(plan.rows) * plan.repeat
-        if plan.score is not None:
-            stats.rows += plan.score.count
-            stats.padded_rows += self.shapes.score - plan.score.count
-            stats.weight_bytes += self._weights.read(plan.score.count)
-            stats.kv_bytes += self._kv_bytes((plan.score,))
 
     def _kv_bytes(self, plan: Sequence[Rows]) -> float:
         """Bytes of the cache that these rows read, and those that they write."""

@@ -12,10 +12,10 @@ from collections.abc import Collection, Hashable
 
 from ..models.errors import StokerError
 from ..models.tokenizers import Tokenizer
+from .parts import Parts
 from .replies import ERROR, LENGTH, Alternatives, Choice, Delta, Reply, Writer, alternatives
 from .runner import Sampled, Scored
 from .sampling_params import MAX_SEED, SamplingParams
-from .scheduler import Scheduler
 from .sequences import Sequence as Scheduled
 from .stats import EngineStats
 
@@ -54,7 +54,7 @@ class Ledger:
     """The requests under way, and the sequences that work on them.
 
     Args:
-      scheduler: runs the sequences.
+      scheduler: runs the sequences, on one part or several.
       stats: counts what they come to.
       tokenizer: of the model.
       end_ids: its end tokens.
@@ -67,7 +67,7 @@ class Ledger:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Parts,
         stats: EngineStats,
         tokenizer: Tokenizer | None,
         end_ids: Collection[int],

@@ -56,6 +56,14 @@ def slot_spec(config: ModelConfig) -> PartitionSpec:
     return config.split.spec(("slots",))
 
 
+def results(step: Callable[..., Any], config: ModelConfig) -> tuple[Any, ...]:
+    """The partition of what `step` returns: the cache, and what follows it."""
+    rows = slot_spec(config)
+    logits = PartitionSpec(*rows, *config.split.spec(("vocab",)))
+    kinds = {"state": rows, "rows": rows, "later": PartitionSpec(None, *rows), "logits": logits}
+    return (cache_specs(config), *(kinds[kind] for kind in _RESULTS[step.__name__]))
+
+
 def on_mesh(step: Callable[..., Any], config: ModelConfig, mesh: Mesh, **static: Any) -> Arrays:
     """`step` of `engine/steps.py` as a function of arrays over the whole of `mesh`.
 
@@ -70,16 +78,14 @@ def on_mesh(step: Callable[..., Any], config: ModelConfig, mesh: Mesh, **static:
       mesh: the one that `split` was made for.
       static: what else the step takes by name.
     """
-    rows = slot_spec(config)
-    logits = PartitionSpec(*rows, *config.split.spec(("vocab",)))
-    kinds = {"state": rows, "rows": rows, "later": PartitionSpec(None, *rows), "logits": logits}
-    cache = cache_specs(config)
-    results = (cache, *(kinds[kind] for kind in _RESULTS[step.__name__]))
+    rows, cache = slot_spec(config), cache_specs(config)
     bound = functools.partial(step, config=config, **static)
 
     def run(params: Params, pages: Any, *rest: Any) -> Any:
         specs = (param_specs(params, config), cache, *(rows for _ in rest))
-        split = jax.shard_map(bound, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
+        split = jax.shard_map(
+            bound, mesh=mesh, in_specs=specs, out_specs=results(step, config), check_vma=False
+        )
         return split(params, pages, *rest)
 
     return run

@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..models.config import ModelConfig
 from ..models.parameters import Params
 from . import steps
 from .cache import Cache
+from .on_mesh import admit_on_mesh, cache_specs, on_mesh, param_specs, results, slot_spec
 from .steps import DecodeBatch, Outputs, PrefillBatch, Scores, State
 
 #: A function of `engine/steps.py` that takes `(params, cache, state, batch, ...)`.
@@ -53,11 +55,13 @@ class Programs:
     Args:
       config: the architecture.
       top: alternatives that steps can report.
+      mesh: what steps run on, if not on one device.
     """
 
-    def __init__(self, config: ModelConfig, top: int = 0) -> None:
+    def __init__(self, config: ModelConfig, top: int = 0, mesh: Mesh | None = None) -> None:
         self.config = config
         self.top = top
+        self.mesh = mesh
         self.compilations: list[Compilation] = []
         self.late = 0
         self._sealed = False
@@ -101,8 +105,8 @@ class Programs:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            jitted = jax.jit(steps.admit, donate_argnums=0)
-            program = self._programs[key] = jitted.lower(state, slot, row).compile()
+            lowered = _admit(self.config, self.mesh).lower(state, slot, row)
+            program = self._programs[key] = lowered.compile()
             self._record("admit", state.history.shape, start, program)
         return program(state, slot, row)
 
@@ -119,8 +123,8 @@ class Programs:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            bound = functools.partial(step, top=self.top, **static)
-            program = compile_step(bound, self.config, *args)
+            static = {"top": self.top, **static}
+            program = compile_step(step, self.config, *args, mesh=self.mesh, **static)
             self._programs[key] = program
             record = self._record(*key, start, program)
             cache_bytes = sum(map(_device_bytes, jax.tree.leaves(cache)))
@@ -155,19 +159,58 @@ def _device_bytes(array: jax.Array) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def compile_step(step: Step, config: ModelConfig, *args: Any) -> jax.stages.Compiled:
+def compile_step(
+    step: Step, config: ModelConfig, *args: Any, mesh: Mesh | None = None, **static: Any
+) -> jax.stages.Compiled:
     """`step` compiled for the shapes of `(params, cache, state, ...)`, donating cache and state."""
-    placement = jax.tree.map(lambda pages: pages.sharding, args[1])
-    devices = set().union(*(sharding.device_set for sharding in jax.tree.leaves(placement)))
-    # A cache that is split must come out as it went in, or it cannot be written in place.
-    split: dict[str, Any] = {"out_shardings": (placement, None, None)} if len(devices) > 1 else {}
-    jitted = jax.jit(functools.partial(step, config=config), donate_argnums=(1, 2), **split)
-    return jitted.lower(*args).compile()
+    return lower_step(step, config, *args, mesh=mesh, **static).compile()
+
+
+def lower_step(
+    step: Step, config: ModelConfig, *args: Any, mesh: Mesh | None = None, **static: Any
+) -> jax.stages.Lowered:
+    """What `compile_step` compiles; arguments may be shapes."""
+    if mesh is None:
+        bound = functools.partial(step, config=config, **static)
+        return jax.jit(bound, donate_argnums=(1, 2)).lower(*args)
+    rows = slot_spec(config)
+    specs = (param_specs(args[0], config), cache_specs(config), *(rows for _ in args[2:]))
+    jitted = jax.jit(
+        on_mesh(step, config, mesh, **static),
+        donate_argnums=(1, 2),
+        in_shardings=_on(mesh, specs),
+        out_shardings=_on(mesh, results(step, config)),
+    )
+    return jitted.lower(*args)
+
+
+def _admit(config: ModelConfig, mesh: Mesh | None) -> Any:
+    """`steps.admit`, to be compiled."""
+    if mesh is None:
+        return jax.jit(steps.admit, donate_argnums=0)
+    rows = _on(mesh, slot_spec(config))
+    nowhere = _on(mesh, PartitionSpec())
+    return jax.jit(
+        admit_on_mesh(config, mesh),
+        donate_argnums=0,
+        in_shardings=(rows, nowhere, nowhere),
+        out_shardings=rows,
+    )
+
+
+def _on(mesh: Mesh, specs: Any) -> Any:
+    """The shardings of a tree of partitions."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )
 
 
 def cache_copies(program: jax.stages.Compiled, cache: Cache) -> list[str]:
     """The instructions of a compiled step that copy a whole page buffer: none, if all is well."""
     names = {"float32": "f32", "bfloat16": "bf16"}
-    kinds = (f"{names[str(x.dtype)]}[{','.join(map(str, x.shape))}]" for x in cache[0])
+    shapes = [(x.dtype, x.sharding.shard_shape(x.shape)) for x in cache[0]]
+    kinds = (f"{names[str(dtype)]}[{','.join(map(str, shape))}]" for dtype, shape in shapes)
     copy = re.compile(rf"= ({'|'.join(map(re.escape, kinds))})\S* copy(-start)?\(")
     return [line.strip() for line in (program.as_text() or "").splitlines() if copy.search(line)]

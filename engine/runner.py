@@ -10,13 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from ..models.config import ModelConfig
 from ..models.ops.layout import DUMP_PAGE
 from ..models.parameters import Params
 from . import steps
 from .cache import Cache, new_cache, token_bytes
-from .pages import pages_for
+from .on_mesh import slot_spec
+from .pages import PAGE_TOKENS, pages_for
 from .programs import Programs
 from .sampling_params import MAX_TOP, SamplingParams
 from .sampling_rows import pack_sampling
@@ -25,6 +27,8 @@ from .sequences import Sequence as Scheduled
 from .shapes import Shapes
 from .steps import NEWEST, DecodeBatch, Outputs, PrefillBatch, Scores, State
 
+#: What each part of the mesh's data axis runs in a step.
+_PartRows = Sequence[Sequence[Rows]]
 #: Told how many programs are compiled, of how many.
 Advance = Callable[[int, int], None]
 
@@ -34,13 +38,13 @@ class Dispatched:
     """A step that the device has been given; its arrays may not be there yet.
 
     Attributes:
-      plan: the step.
-      outputs: of its rows `[B]`, or `[steps, B]` where it repeats.
-      scores: of its score chunk.
-      shape: padded rows and sequences that it ran.
+      plans: the step, of each part of the mesh's data axis; of one device there is one.
+      outputs: of the parts' rows `[B]`, or `[steps, B]` where it repeats, part after part.
+      scores: of their score chunks.
+      shape: padded rows and sequences that each part ran.
     """
 
-    plan: Plan
+    plans: tuple[Plan | None, ...]
     outputs: Outputs | None
     scores: Scores | None
     shape: tuple[int, int]
@@ -75,10 +79,11 @@ class Runner:
       params: the model's parameters.
       config: its architecture.
       shapes: what steps are compiled for.
-      slots: rows of the state (S).
+      slots: rows of the state (S); on a mesh, of each part of its data axis.
       context: most tokens of a sequence.
-      n_pages: usable pages of the cache.
+      n_pages: usable pages of the cache, likewise.
       end_ids: the model's end tokens, which `min_tokens` holds back.
+      mesh: what the model is split over, if not on one device.
 
     Attributes:
       programs: the compiled steps.
@@ -95,8 +100,12 @@ class Runner:
         context: int,
         n_pages: int,
         end_ids: Sequence[int],
+        mesh: Mesh | None = None,
     ) -> None:
-        self.programs = Programs(config, MAX_TOP)
+        self.programs = Programs(config, MAX_TOP, mesh)
+        self._mesh = mesh
+        self._parts = config.split.degree("slots")
+        self._page_tokens = PAGE_TOKENS * config.split.degree("context")
         self.wait_s = 0.0
         self._params = params
         self._config = config
@@ -109,7 +118,7 @@ class Runner:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the KV cache."""
+        """Bytes of the KV cache, on all devices together."""
         return sum(pages.nbytes for pages in jax.tree.leaves(self._cache))
 
     @property
@@ -120,15 +129,16 @@ class Runner:
     def reset(self) -> None:
         """Starts with an empty cache and state, whatever became of the old ones."""
         self._cache: Cache = ()  # the old one goes first: there may not be memory for both
-        self._cache = new_cache(self._config, self._n_pages)
-        idle = [SamplingParams()] * self._slots
-        self._state = steps.new_state(
-            idle, self._config.vocab_size, self._context, end_ids=self._end_ids
-        )
+        self._cache = new_cache(self._config, self._n_pages, mesh=self._mesh)
+        idle = [SamplingParams()] * (self._slots * self._parts)
+        state = steps.new_state(idle, self._config.vocab_size, self._context, end_ids=self._end_ids)
+        if self._mesh is not None:
+            state = jax.device_put(state, NamedSharding(self._mesh, slot_spec(self._config)))
+        self._state = state
         # Row S is padding's.
-        shape = (self._slots + 1, pages_for(self._context))
+        shape = (self._parts, self._slots + 1, pages_for(self._context, self._page_tokens))
         self._table: Any = np.full(shape, DUMP_PAGE, np.int32)
-        self._listed: list[list[int]] = [[] for _ in range(self._slots)]
+        self._listed: list[list[int]] = [[] for _ in range(self._slots * self._parts)]
 
     def warmup(
         self, repeat: int, prompt_len: int | None = None, advance: Advance | None = None
@@ -158,79 +168,112 @@ class Runner:
         self.programs.seal()
 
     def _warm_decode(self, size: int, repeat: int) -> None:
-        batch = self._decode_batch((), size)
+        batch = self._decode_batch(self._idle, size)
         self._prepare(steps.decode, batch)
         if repeat > 1:
             self._prepare(steps.decode_steps, batch, steps=repeat)
 
     def _warm_prefill(self, n_rows: int, size: int) -> None:
-        self._prepare(steps.prefill, self._prefill_batch((), n_rows, size))
+        self._prepare(steps.prefill, self._prefill_batch(self._idle, n_rows, size))
 
     def _warm_score(self) -> None:
         n_rows = self._shapes.score
-        targets = _integers(n_rows, 0)
-        self._prepare(steps.score, self._prefill_batch((), n_rows, 1), targets)
+        targets = _integers(n_rows * self._parts, 0)
+        self._prepare(steps.score, self._prefill_batch(self._idle, n_rows, 1), targets)
 
-    def dispatch(self, plan: Plan, params_of: Callable[[Scheduled], SamplingParams]) -> Dispatched:
-        """Gives the device a step, and does not wait for it."""
-        first = {rows.sequence: rows.start for rows in plan.rows}
-        if plan.score is not None:
-            first[plan.score.sequence] = plan.score.start
-        for sequence in plan.admitted:
+    @property
+    def _idle(self) -> list[Sequence[Rows]]:
+        """No rows for any part."""
+        return [()] * self._parts
+
+    def dispatch(
+        self, plans: Sequence[Plan | None], params_of: Callable[[Scheduled], SamplingParams]
+    ) -> Dispatched:
+        """Gives the device a step, one plan to each part, and does not wait for it."""
+        some = [plan for plan in plans if plan is not None]
+        first = {rows.sequence: rows.start for plan in some for rows in plan.rows}
+        scored = {plan.score.sequence: plan.score.start for plan in some if plan.score is not None}
+        first |= scored
+        for sequence in (sequence for plan in some for sequence in plan.admitted):
             row = self._state_row(
                 sequence.tokens,
                 sequence.prompt_len,
                 first.get(sequence, 0),
                 params_of(sequence),
             )
-            self._state = self.programs.admit(self._state, np.int32(sequence.slot), row)
+            slot = np.int32(self._place(sequence))
+            self._state = self.programs.admit(self._state, slot, row)
         for sequence in first:
             self._list_pages(sequence)
-        scores = None if plan.score is None else self._dispatch_score(plan.score)
-        outputs, shape = self._dispatch_rows(plan) if plan.rows else (None, (0, 0))
+        scores = self._dispatch_score(plans) if scored else None
+        busy = any(plan.rows for plan in some)
+        outputs, shape = self._dispatch_rows(plans) if busy else (None, (0, 0))
         for array in jax.tree.leaves((outputs, scores)):
             array.copy_to_host_async()
-        return Dispatched(plan, outputs, scores, shape)
+        return Dispatched(tuple(plans), outputs, scores, shape)
 
     def read(self, dispatched: Dispatched) -> list[Sampled | Scored]:
-        """Waits for a step, and returns what it found, in the order of its plan."""
+        """Waits for a step, and returns what it found, in the order of its plans."""
         start = time.perf_counter()
         outputs, scores = jax.device_get((dispatched.outputs, dispatched.scores))
         self.wait_s += time.perf_counter() - start
-        plan = dispatched.plan
         found: list[Sampled | Scored] = []
-        if plan.score is not None:
-            found.append(_scored(plan.score, scores))
-        if outputs is not None:
-            if plan.repeat == 1:
-                outputs = jax.tree.map(lambda array: array[None], outputs)
-            found += _sampled(plan.rows, outputs)
+        for part, plan in enumerate(dispatched.plans):
+            if plan is None:
+                continue
+            if plan.score is not None:
+                found.append(_scored(plan.score, self._part_of(scores, part)))
+            if plan.rows:
+                # Where the step repeats, an axis of steps goes first.
+                repeats = outputs.tokens.ndim == 2
+                own = self._part_of(outputs, part, axis=int(repeats))
+                if not repeats:
+                    own = jax.tree.map(lambda array: array[None], own)
+                found += _sampled(plan.rows, own)
         return found
+
+    def _part_of(self, results: Any, part: int, axis: int = 0) -> Any:
+        """One part's rows of a step's results on the host."""
+        if self._parts == 1:
+            return results
+        return jax.tree.map(lambda array: np.split(array, self._parts, axis)[part], results)
+
+    def _place(self, sequence: Scheduled) -> int:
+        """The row of the state that a sequence has, counted over all parts."""
+        return sequence.part * self._slots + sequence.slot
 
     def _prepare(self, step: Callable, *rest: object, **static: int) -> None:
         self.programs.prepare(step, self._params, self._cache, self._state, *rest, **static)
 
-    def _dispatch_rows(self, plan: Plan) -> tuple[Outputs, tuple[int, int]]:
+    def _dispatch_rows(self, plans: Sequence[Plan | None]) -> tuple[Outputs, tuple[int, int]]:
         arguments = (self._params, self._cache, self._state)
-        if plan.decodes:
-            size = self._shapes.fit_decode(len(plan.rows))
-            batch = self._decode_batch(plan.rows, size)
-            if plan.repeat > 1:
+        rows = [() if plan is None else plan.rows for plan in plans]
+        most = max(map(len, rows))
+        if all(plan is None or plan.decodes for plan in plans):
+            size = self._shapes.fit_decode(most)
+            batch = self._decode_batch(rows, size)
+            repeat = max(plan.repeat for plan in plans if plan is not None)
+            if repeat > 1:
                 run = self.programs.decode_steps
-                self._cache, self._state, outputs = run(*arguments, batch, plan.repeat)
+                self._cache, self._state, outputs = run(*arguments, batch, repeat)
             else:
                 self._cache, self._state, outputs = self.programs.decode(*arguments, batch)
             return outputs, (size, size)
-        shape = self._shapes.fit_prefill(plan.n_tokens, len(plan.rows))
-        mixed = self._prefill_batch(plan.rows, *shape)
+        n_tokens = max(plan.n_tokens for plan in plans if plan is not None)
+        shape = self._shapes.fit_prefill(n_tokens, most)
+        mixed = self._prefill_batch(rows, *shape)
         self._cache, self._state, outputs = self.programs.prefill(*arguments, mixed)
         return outputs, shape
 
-    def _dispatch_score(self, rows: Rows) -> Scores:
-        batch = self._prefill_batch((rows,), self._shapes.score, 1)
-        targets = _integers(self._shapes.score, 0)
-        end = rows.start + rows.count
-        targets[: rows.count] = rows.sequence.tokens[rows.start + 1 : end + 1]
+    def _dispatch_score(self, plans: Sequence[Plan | None]) -> Scores:
+        n_rows = self._shapes.score
+        chunks = [None if plan is None else plan.score for plan in plans]
+        batch = self._prefill_batch([(rows,) if rows else () for rows in chunks], n_rows, 1)
+        targets = _integers(n_rows * self._parts, 0)
+        for part, rows in enumerate(chunks):
+            if rows is not None:
+                known = rows.sequence.tokens[rows.start + 1 : rows.start + rows.count + 1]
+                targets[part * n_rows :][: rows.count] = known
         self._cache, self._state, scores = self.programs.score(
             self._params, self._cache, self._state, batch, targets
         )
@@ -253,12 +296,22 @@ class Runner:
 
     def _list_pages(self, sequence: Scheduled) -> None:
         """Brings the page table's row of a sequence up to date."""
-        slot, pages = sequence.slot, sequence.pages
-        if self._listed[slot] != pages:
-            self._table[slot, : len(pages)] = pages
-            self._listed[slot] = list(pages)
+        place, pages = self._place(sequence), sequence.pages
+        if self._listed[place] != pages:
+            self._table[sequence.part, sequence.slot, : len(pages)] = pages
+            self._listed[place] = list(pages)
 
-    def _prefill_batch(self, plan: Sequence[Rows], n_rows: int, size: int) -> PrefillBatch:
+    def _prefill_batch(self, rows: _PartRows, n_rows: int, size: int) -> PrefillBatch:
+        return _joined(
+            [self._prefill_part(part, own, n_rows, size) for part, own in enumerate(rows)]
+        )
+
+    def _decode_batch(self, rows: _PartRows, size: int) -> DecodeBatch:
+        return _joined([self._decode_part(part, own, size) for part, own in enumerate(rows)])
+
+    def _prefill_part(
+        self, part: int, plan: Sequence[Rows], n_rows: int, size: int
+    ) -> PrefillBatch:
         tokens, cached = _integers(n_rows, 0), _integers(size, 0)
         query_start, slots = _integers(size + 1, 0), _integers(size, self._slots)
         samples: Any = np.zeros(size, bool)
@@ -272,14 +325,21 @@ class Runner:
             slots[b] = rows.sequence.slot
             samples[b] = rows.samples > 0
         query_start[len(plan) + 1 :] = at
-        return PrefillBatch(tokens, query_start, cached, self._table[slots], slots, samples)
+        return PrefillBatch(tokens, query_start, cached, self._table[part, slots], slots, samples)
 
-    def _decode_batch(self, plan: Sequence[Rows], size: int) -> DecodeBatch:
+    def _decode_part(self, part: int, plan: Sequence[Rows], size: int) -> DecodeBatch:
         slots, limits = _integers(size, self._slots), _integers(size, 0)
         for b, rows in enumerate(plan):
             slots[b] = rows.sequence.slot
             limits[b] = rows.start + rows.samples
-        return DecodeBatch(self._table[slots], slots, limits)
+        return DecodeBatch(self._table[part, slots], slots, limits)
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """The parts' batches, one after another."""
+    if len(batches) == 1:
+        return batches[0]
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
 
 
 def _integers(count: int, value: int) -> Any:

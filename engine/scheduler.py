@@ -99,25 +99,45 @@ class Scheduler:
             sequence.pending = 0
         self.pages.clear()
 
-    def plan(self) -> Plan | None:
+    @property
+    def free_slots(self) -> int:
+        """Slots that no sequence has."""
+        return len(self._free_slots)
+
+    @property
+    def load(self) -> int:
+        """Tokens that sequences hold or wait to run."""
+        return sum(sequence.length for sequence in (*self.running, *self.waiting))
+
+    @property
+    def steady(self) -> bool:
+        """Nothing waits and no prompt is being read: decode steps may go on by themselves."""
+        return not self.waiting and not any(s.left > 1 for s in self.running)
+
+    def count_known(self, sequence: Sequence) -> int:
+        """Pages of a waiting sequence that the prefix tree has."""
+        return len(self._matches(sequence)[0])
+
+    def plan(self, *, steady: bool = True) -> Plan | None:
         """The next step, or None if no sequence has anything to run.
 
         What it plans counts as done from here on: pages are taken, `computed` and `pending` rise.
+        Several decode steps are planned at once only where the caller, too, finds things `steady`.
         """
         self.step += 1
         if self._mixed:
-            return self._plan(decodes=True, prompts=True)
-        self._prompts_turn = not self._prompts_turn
-        planned = self._plan(decodes=not self._prompts_turn, prompts=self._prompts_turn)
-        return planned or self._plan(decodes=self._prompts_turn, prompts=not self._prompts_turn)
+            return self._plan(decodes=True, prompts=True, steady=steady)
+        self._prompts_turn = turn = not self._prompts_turn
+        planned = self._plan(decodes=not turn, prompts=turn, steady=steady)
+        return planned or self._plan(decodes=turn, prompts=not turn, steady=steady)
 
-    def _plan(self, *, decodes: bool, prompts: bool) -> Plan | None:
+    def _plan(self, *, decodes: bool, prompts: bool, steady: bool) -> Plan | None:
         chosen = _Chosen(self._step_tokens)
         repeat = 1
         if decodes:
             # They go first, whatever their rank.
             chosen.budget -= sum(s.left == 1 and not s.scoring for s in self.running)
-            if not self.waiting and not any(s.left > 1 for s in self.running):
+            if steady and self.steady:
                 repeat = self._repeat
         for sequence in list(self.running):
             if sequence.slot == NO_SLOT:  # preempted by one before it

@@ -31,6 +31,7 @@ class Sequence:
       preemptions: how often it lost its pages.
       failures: of steps that ran it, since its latest token.
       done: it takes part in nothing any more.
+      part: of the mesh's data axis, that has its slot and pages.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Sequence:
     preemptions: int = 0
     failures: int = 0
     done: bool = False
+    part: int = 0
     # The last of its leading pages that are in the prefix tree, and how many those are.
     node: Node | None = None
     n_shared: int = 0

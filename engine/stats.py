@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+
+from .sequences import Plan, Rows
 
 
 @dataclasses.dataclass
@@ -65,3 +68,38 @@ class EngineStats:
         """Rows that were padding, of all that ran."""
         total = self.rows + self.padded_rows
         return self.padded_rows / total if total else 0.0
+
+    def count(
+        self,
+        plans: Sequence[Plan | None],
+        padded: tuple[int, int],
+        weight_bytes: Callable[[float], float],
+        kv_bytes: Callable[[Sequence[Rows]], float],
+    ) -> None:
+        """Counts a step, and what each part of a mesh's data axis runs in it.
+
+        Parts read weights of their own at the same time: that of the most rows is what counts.
+
+        Args:
+          plans: of each part.
+          padded: rows that each part ran, padding included, and those of a score step.
+          weight_bytes: of weights that a step of so many rows reads.
+          kv_bytes: of keys and values that rows read and write.
+        """
+        some = [plan for plan in plans if plan is not None]
+        repeat = max(plan.repeat for plan in some)
+        ran = [plan for plan in some if plan.rows]
+        scores = [plan.score for plan in some if plan.score is not None]
+        self.steps += repeat
+        self.decode_steps += repeat if ran and all(plan.decodes for plan in some) else 0
+        n_rows = sum(plan.n_tokens for plan in ran) * repeat + sum(rows.count for rows in scores)
+        shapes = padded[0] * repeat * bool(ran) + padded[1] * bool(scores)
+        self.rows += n_rows
+        self.padded_rows += shapes * len(plans) - n_rows
+        self.sequences += sum(len(plan.rows) for plan in ran) * repeat
+        self.kv_bytes += sum(kv_bytes(plan.rows) for plan in ran) * repeat
+        self.kv_bytes += sum(kv_bytes((rows,)) for rows in scores)
+        if ran:
+            self.weight_bytes += weight_bytes(max(plan.n_tokens for plan in ran)) * repeat
+        if scores:
+            self.weight_bytes += weight_bytes(max(rows.count for rows in scores))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from ..sharding.collectives import dealt, total
 from . import ops
 from .config import ModelConfig
 from .parameters import Params
@@ -39,6 +42,9 @@ def latent_block(
       `[T, D]`, and the pages.
     """
     T, eps = x.shape[0], config.norm_eps
+    context = config.split.axes("context")
+    # Of all rows: those of this device where several share a context.
+    cos, sin = (dealt(table, config.split.size(context), context) for table in turn)
     norm = (weights["attn_norm"], eps) if config.pre_norm else None
     first = "q_a" if latent.q_rank else "q"
     q, kv = ops.products(x, (weights[first], weights["kv_a"]), config.kernels, norm=norm)
@@ -46,21 +52,24 @@ def latent_block(
         norm = (weights["q_a_norm"], eps)
         (q,) = ops.products(q, (weights["q_b"],), config.kernels, norm=norm)
     q = q.reshape(T, -1, latent.head_dim)
-    plain, turned = q[..., : latent.nope_dim], ops.rotate(q[..., latent.nope_dim :], *turn)
-    plain = ops.head_matmul(plain, weights["k_b"], config.kernels)
-    vector = ops.rms_norm(kv[:, : latent.kv_rank], weights["kv_a_norm"], eps)
-    key = ops.rotate(kv[:, None, latent.kv_rank :], *turn)[:, 0]
-    out, pages = ops.latent_attention(
-        jnp.concatenate([plain, turned], axis=-1),
-        jnp.concatenate([vector, key], axis=-1),
+    plain = ops.head_matmul(q[..., : latent.nope_dim], weights["k_b"], config.kernels)
+    attend = ops.latent_attention
+    if context:
+        attend = functools.partial(ops.shared_latent_attention, axes=context)
+    out, pages = attend(
+        jnp.concatenate([plain, q[..., latent.nope_dim :]], axis=-1),
+        kv,
         pages,
         layout,
         config.kernels,
+        norm=(weights["kv_a_norm"], eps),
+        turn=(cos, sin),
         rank=latent.kv_rank,
         scale=config.score_scale,
     )
     out = ops.head_matmul(out, weights["v_b"], config.kernels)
     out = ops.matmul(out.reshape(T, -1), weights["o"], config.kernels)
+    out = total(out, config.split.axes("heads"))
     if config.post_norm:
         out = ops.rms_norm(out, weights["attn_post_norm"], eps)
     return out, pages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 import pathlib
 import time
@@ -14,31 +13,36 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..sharding import Rules
 from .checkpoints.gguf import GGUFCheckpoint
-from .checkpoints.prequantised import QuantisedCheckpoint, QuantisedTensor, open_prequantised
+from .checkpoints.manifest import is_native_folder
+from .checkpoints.native import NativeCheckpoint
+from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import Kernels, ModelConfig
 from .errors import StokerError
-from .families import Family, family_for, family_of_type
+from .families import Family, family_for, family_of_name, family_of_type
 from .families.gguf_config import model_config as config_from_gguf
 from .families.hf_config import ConfigJson
 from .families.hf_config import model_config as config_from_json
-from .families.naming import Naming, TensorUse
-from .host_arrays import Arena, aligned_empty
+from .families.naming import Naming
+from .host_arrays import Arena
 from .json_files import read_json
 from .ops import cpu
-from .parameters import Parameter, Params, abstract_params, named_parameters, unflatten
-from .quantized import QuantArray, dequantize
+from .parameters import Params, abstract_params, named_parameters, unflatten
+from .placement import place_parameter, split_config
+from .quantise import Quantisation
+from .quantized import QuantArray
+from .reading import WHOLE, Progress, is_turned, read_parameters
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
 from .tokenizers.folder import tokenizer_from_folder
 from .tokenizers.gguf import tokenizer_from_gguf
+from .tokenizers.native import tokenizer_from_native
 
 _LOG = logging.getLogger("stoker")
 
-Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint | QuantisedCheckpoint
-#: Called with the bytes done and the bytes in all.
-Progress = Callable[[int, int], None]
+Checkpoint = GGUFCheckpoint | SafetensorsCheckpoint | QuantisedCheckpoint | NativeCheckpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Model:
       tokenizer: of the checkpoint; None where weights are random.
       file_bytes: size of the checkpoint.
       load_seconds: from the name to the parameters on the device; None likewise.
+      mesh: the devices that the model is split over, as `config.split` says; None for one device.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Model:
     tokenizer: Tokenizer | None = dataclasses.field(repr=False)
     file_bytes: int
     load_seconds: float | None
+    mesh: jax.sharding.Mesh | None = None
 
 
 def load_model(
@@ -71,6 +77,9 @@ def load_model(
     kv_dtype: str | None = None,
     kernels: str | None = None,
     activations: str | None = None,
+    quantize: str | Quantisation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: Rules | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Loads a model by alias, GGUF file (any shard of a split one), folder or `hf:` name.
@@ -84,16 +93,23 @@ def load_model(
       kv_dtype: of cached keys and values; by default `dtype`, but bfloat16 beside int8 activations.
       kernels: "xla" or "cpu"; by default what `choose_kernels` says.
       activations: "float32" or "int8"; likewise.
+      quantize: makes the dense matrices of the checkpoint int8 or int4 as they are read, for
+        example "int4:group=64" (see `Quantisation.parse`).
+      mesh: devices to split the model over, each of which gets its part straight from the file.
+      rules: in place of those of `sharding.RULES` for the logical axes they name.
       progress: told how many bytes of the checkpoint have been read.
 
     Raises:
       StokerError: the model cannot be found, is damaged or is not supported.
     """
     start = time.perf_counter()
+    how = Quantisation.parse(quantize) if isinstance(quantize, str) else quantize
     path = resolve(name)
     opened = open_checkpoint(path)
     chosen = choose_kernels(kernels, activations)
     config = choose_numerics(opened.config, dtype, kv_dtype, chosen)
+    if mesh is not None:
+        config = split_config(config, mesh, rules)
     check_tensors(opened.checkpoint, opened.family, config)
     tokenizer = opened.tokenizer()
     # More rows than tokens is padding; fewer would leave tokens without an embedding.
@@ -102,10 +118,12 @@ def load_model(
             f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
             f"{config.vocab_size} rows; convert the model again"
         )
-    params = load_params(opened.checkpoint, opened.family, config, progress=progress)
+    params = load_params(
+        opened.checkpoint, opened.family, config, mesh=mesh, quantise=how, progress=progress
+    )
     jax.block_until_ready(params)
-    seconds = time.perf_counter() - start
-    return Model(str(name), path, config, params, tokenizer, opened.checkpoint.file_bytes, seconds)
+    seconds, size = time.perf_counter() - start, opened.checkpoint.file_bytes
+    return Model(str(name), path, config, params, tokenizer, size, seconds, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +131,14 @@ class Opened:
     """A checkpoint of which no tensor has been read.
 
     Attributes:
+      path: the file (of a split model: its first shard) or the folder.
       checkpoint: its tensors.
       family: of the model.
       config: the architecture, in float32 and with the reference kernels.
       tokenizer: makes the tokenizer.
     """
 
+    path: pathlib.Path
     checkpoint: Checkpoint
     family: Family
     config: ModelConfig
@@ -126,11 +146,15 @@ class Opened:
 
 
 def open_checkpoint(path: pathlib.Path) -> Opened:
-    """Opens a GGUF file or a folder of safetensors files, as `resolve` finds them.
+    """Opens a GGUF file, a folder of safetensors files or one of Stoker's own, as `resolve` finds.
 
     Raises:
       StokerError: it is damaged, or its architecture is not supported.
     """
+    if is_native_folder(path):
+        native = NativeCheckpoint.open(path)
+        family = family_of_name(native.config.family)
+        return Opened(path, native, family, native.config, lambda: tokenizer_from_native(path))
     if is_safetensors_folder(path):
         json = ConfigJson(read_json(path / "config.json"))
         family = family_of_type(json.value("model_type"))
@@ -140,15 +164,17 @@ def open_checkpoint(path: pathlib.Path) -> Opened:
         else:
             files = SafetensorsCheckpoint.open(path)
         config = config_from_json(family, json, files.tensors)
-        return Opened(files, family, config, lambda: tokenizer_from_folder(path))
+        return Opened(path, files, family, config, lambda: tokenizer_from_folder(path))
     gguf = GGUFCheckpoint.open(path)
     family = family_for(gguf.metadata.get("general.architecture"))
     config = config_from_gguf(family, gguf)
-    return Opened(gguf, family, config, lambda: tokenizer_from_gguf(gguf.metadata))
+    return Opened(path, gguf, family, config, lambda: tokenizer_from_gguf(gguf.metadata))
 
 
 def naming_of(checkpoint: Checkpoint, family: Family) -> Naming:
     """How this kind of checkpoint calls the parameters of `family`."""
+    if isinstance(checkpoint, NativeCheckpoint):
+        return checkpoint.naming
     naming = family.gguf if isinstance(checkpoint, GGUFCheckpoint) else family.hf
     return naming.fitting(checkpoint.tensors)
 
@@ -198,7 +224,7 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
         raise StokerError(f"the file lacks {_some(missing)}; give a complete checkpoint")
     for name, use in uses.items():
         wanted = use.shape
-        if _is_turned(checkpoint, name, use):
+        if is_turned(checkpoint, name, use):
             wanted = (*wanted[:-2], wanted[-1], wanted[-2])
         if tensors[name].shape != wanted:
             raise StokerError(
@@ -220,6 +246,8 @@ def load_params(
     config: ModelConfig,
     *,
     place: Callable[[str, np.ndarray], jax.Array] = lambda _, leaf: jax.device_put(leaf),
+    quantise: Quantisation | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
 ) -> Params:
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
@@ -231,128 +259,39 @@ def load_params(
       checkpoint: an open checkpoint.
       family: of the checkpoint.
       config: the architecture of the checkpoint.
-      place: puts one leaf of a parameter (given its dotted path) on the device or devices.
+      place: puts one leaf of a parameter (given its dotted path) on the device.
+      mesh: places parameters instead, as `config.split` says; rows are read part by part.
+      quantise: what becomes of dense matrices; None: they stay dense.
       progress: told how many bytes of tensors have been read.
 
     Returns:
       The tree of `abstract_params(config)`: quantised matrices as `QuantArray` (packed where the
       CPU kernels run), dense ones in the file's own type, norms and biases in float32.
     """
-    abstract = abstract_params(config)
-    naming, tensors = naming_of(checkpoint, family), checkpoint.tensors
-    uses = naming.uses(config)
-    parameters = dict(named_parameters(abstract))
-    # Several parameters may share a tensor: each reads its part of it.
-    sizes = {
-        path: sum(tensors[name].nbytes for name in use.tensors)
-        * parameters[path].size
-        // (len(use.tensors) * math.prod(use.shape))
-        for path, use in uses.items()
-    }
-    total, done = sum(sizes.values()), 0
     values: dict[str, Any] = {}
     arena, widened = Arena(), 0
-    for path in sorted(parameters, key=lambda path: -sizes[path]):
-        order = naming.row_order(path, config)
-        value = _parameter(checkpoint, uses[path], parameters[path], order, config.compute_dtype)
+    parameters = dict(named_parameters(abstract_params(config)))
+    for path, read in read_parameters(
+        checkpoint, naming_of(checkpoint, family), config, quantise=quantise, progress=progress
+    ):
+        if mesh is not None:
+            values[path] = place_parameter(parameters[path], config, mesh, read, arena.empty)
+            continue
+        value = read(WHOLE)
         packs = isinstance(value, QuantArray)
         if config.kernels.platform == "cpu" and packs:
             value = cpu.prepare(value, arena.empty)
             widened += not isinstance(value, cpu.PackedArray)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        done += sizes[path]
-        if progress is not None:
-            progress(done, total)
+        # What is packed or placed must not stay while the next one is read.
+        del value
     if widened:
         _LOG.warning(
             "stoker: %d matrices of 8-bit floats are held as bfloat16 or float32, since the CPU "
             "kernels multiply with integers only; kernels='xla' keeps them as they are",
             widened,
         )
-    return unflatten(abstract, values)
-
-
-def _parameter(
-    checkpoint: Checkpoint,
-    use: TensorUse,
-    parameter: Parameter,
-    order: np.ndarray | None,
-    dtype: np.dtype,
-) -> Any:
-    """One parameter with NumPy leaves, its rows in `order` where that is given.
-
-    Quantised matrices that cannot stay so take `dtype`, in which they are multiplied.
-    """
-    value: Any = None if use.outputs is None else _outputs(checkpoint, use)
-    for index, name in enumerate(use.tensors if value is None else ()):
-        part: Any = checkpoint.load(name, use.rows)
-        checkpoint.release(name)
-        if use.heads or (len(use.tensors) == 1 and part.shape == parameter.shape):
-            value = part
-            continue
-        if value is None:
-            value = _stack_like(part, len(use.tensors))
-        _put(value, index, part, name)
-    if parameter.dtype != "any":
-        dense = dequantize(value) if isinstance(value, QuantArray) else value
-        value = np.asarray(dense, parameter.dtype) + np.asarray(use.added, parameter.dtype)
-    # A gather of rows moves codes and scales together: nothing is requantised.
-    value = value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
-    return _by_heads(value, use, dtype) if use.heads else value
-
-
-def _by_heads(value: Any, use: TensorUse, dtype: np.dtype) -> Any:
-    """A matrix `[heads * R, C]` as `[heads, R, C]`, or `[heads, C, R]` where it is transposed."""
-    if use.transposed and isinstance(value, QuantArray):
-        value = np.asarray(dequantize(value, dtype))
-    value = jax.tree.map(lambda leaf: leaf.reshape(use.heads, -1, *leaf.shape[1:]), value)
-    if not use.transposed:
-        return value
-    turned = value.swapaxes(1, 2)
-    dense = aligned_empty(turned.shape, turned.dtype)
-    dense[...] = turned
-    return dense
-
-
-def _is_turned(checkpoint: Checkpoint, name: str, use: TensorUse) -> bool:
-    """Whether a tensor holds the transposes of its matrices."""
-    return use.turned_floats and not isinstance(checkpoint.tensors[name], QuantisedTensor)
-
-
-def _outputs(checkpoint: Checkpoint, use: TensorUse) -> Any:
-    """The parameter that is some outputs of each expert in one tensor, an expert at a time."""
-    (name,), value = use.tensors, None
-    turned = _is_turned(checkpoint, name, use)
-    for expert in range(use.shape[0]):
-        part: Any = checkpoint.load(name, slice(expert, expert + 1))
-        part = jax.tree.map(
-            lambda leaf: (leaf[0].swapaxes(0, 1) if turned else leaf[0])[use.outputs], part
-        )
-        if value is None:
-            value = _stack_like(part, use.shape[0])
-        _put(value, expert, part, name)
-    checkpoint.release(name)
-    return value
-
-
-def _stack_like(part: Any, count: int) -> Any:
-    """Room for `count` arrays, quantised or not, like `part`."""
-    return jax.tree.map(lambda leaf: aligned_empty((count, *leaf.shape), leaf.dtype), part)
-
-
-def _put(stack: Any, index: int, part: Any, name: str) -> None:
-    """Puts an array into a stack; StokerError where it is of another format than the first."""
-    slots = jax.tree.map(lambda leaf: leaf[index], stack)
-    kinds = [
-        (jax.tree.structure(it), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(it)])
-        for it in (slots, part)
-    ]
-    if kinds[0] != kinds[1]:
-        raise StokerError(
-            f"tensor '{name}' is of another format than those of the other experts of its layer, "
-            "which is not supported; give a model whose experts are all alike"
-        )
-    jax.tree.map(lambda slot, leaf: np.copyto(slot, leaf), slots, part)
+    return unflatten(abstract_params(config), values)
 
 
 def _some(names: list[str]) -> str:

@@ -15,9 +15,9 @@ from .config import ModelConfig
 from .cutting import cut_axis, cut_columns, pad_rows
 from .errors import StokerError
 from .host_arrays import Empty, aligned_empty
-from .ops.cpu import PackedArray, pack
+from .ops.cpu import PackedArray, can_pack, pack
 from .parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
-from .quantized import QuantArray
+from .quantized import QuantArray, dequantize
 
 #: Rows of a parameter (elements of its first axis), with NumPy leaves.
 Read = Callable[[slice], Any]
@@ -95,15 +95,18 @@ def place_parameter(
     spec = config.split.spec(parameter.axes)
     parts = _parts_by_device(mesh, spec, tuple(cut.degree for cut in cuts))
     wanted = set(parts.values())
-    packs = config.kernels.platform == "cpu" and len(parameter.shape) == 2
+    packs = config.kernels.platform == "cpu"
     placed: dict[jax.Device, Any] = {}
     for first in sorted({part[0] for part in wanted}):
-        whole = pad_rows(read(slice(*cuts[0].ranges[first])), cuts[0].width)
+        start, end = cuts[0].ranges[first]
+        # Padding alone takes its format from some row.
+        whole = read(slice(start, end) if start < end else slice(0, 1))
+        whole = pad_rows(jax.tree.map(lambda leaf, n=end - start: leaf[:n], whole), cuts[0].width)
         for rest, value in _cut_rest(whole, cuts):
             devices = [device for device, part in parts.items() if part == (first, *rest)]
             if devices and packs and isinstance(value, QuantArray):
                 with jax.default_device(devices[0]):
-                    value = pack(value, empty)
+                    value = pack(value, empty) if can_pack(value) else dequantize(value)
             for device in devices:
                 placed[device] = jax.device_put(value, device)
     some = next(iter(placed.values()))
@@ -117,6 +120,20 @@ def place_parameter(
         sharding = NamedSharding(mesh, PartitionSpec(*entries))
         leaves.append(jax.make_array_from_single_device_arrays(shape, sharding, list(arrays)))
     return jax.tree.unflatten(jax.tree.structure(some), leaves)
+
+
+def shape_params(config: ModelConfig, mesh: Mesh, dtype: str = "bfloat16") -> Params:
+    """The parameters on `mesh` as shapes, matrices dense in `dtype`: nothing is allocated.
+
+    For compiling steps for machines that are not there, and for counting what each device holds.
+    """
+    values = {}
+    for name, parameter in named_parameters(abstract_params(config)):
+        shape = tuple(cut.padded for cut in cuts_of(parameter, config))
+        kind = dtype if parameter.dtype == "any" else parameter.dtype
+        sharding = NamedSharding(mesh, config.split.spec(parameter.axes))
+        values[name] = jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+    return unflatten(abstract_params(config), values)
 
 
 def _cut_rest(whole: Any, cuts: tuple[Cut, ...]) -> list[tuple[tuple[int, ...], Any]]:

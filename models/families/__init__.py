@@ -21,7 +21,7 @@ from .qwen3 import QWEN3
 from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 
-__all__ = ["ALL", "FAMILIES", "Family", "family_for", "family_of_type"]
+__all__ = ["ALL", "FAMILIES", "Family", "family_for", "family_of_name", "family_of_type"]
 
 ALL: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
@@ -46,6 +46,11 @@ def family_for(architecture: object) -> Family:
 def family_of_type(model_type: object) -> Family:
     """The family of a `model_type` in `config.json`; `StokerError` names an unknown one."""
     return _known("model_type", model_type, _TYPES)
+
+
+def family_of_name(name: object) -> Family:
+    """The family of a `ModelConfig.family`; `StokerError` names an unknown one."""
+    return _known("the family", name, {family.name: family for family in ALL})
 
 
 def _known(key: str, name: object, families: Mapping[str, Family]) -> Family:

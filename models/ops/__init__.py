@@ -18,8 +18,9 @@ from .dispatch import (
     products,
     sample,
     shared_attention,
+    shared_latent_attention,
 )
-from .elementwise import gated, rms_norm, rotary_tables, rotate, softcap
+from .elementwise import gated, rms_norm, rotary_tables, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
@@ -41,9 +42,9 @@ __all__ = [
     "products",
     "rms_norm",
     "rotary_tables",
-    "rotate",
     "sample",
     "shared_attention",
+    "shared_latent_attention",
     "softcap",
     "uniforms",
 ]

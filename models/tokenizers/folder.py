@@ -19,7 +19,7 @@ from .spm import SpmTokenizer
 FAST, SPM = "tokenizer.json", "tokenizer.model"
 #: Files with special tokens and settings, the first having the last word.
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-_TEMPLATE = "chat_template.jinja"
+_TEMPLATE, _OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 # The generated module makes its classes at run time; type checkers see none of them.
 _proto: Any = sentencepiece_model_pb2
 
@@ -151,6 +151,7 @@ def _vocabulary(
             "give a model whose tokenizer adds at most a begin and an end token"
         )
     stop_ids = {eos_id, *declared["eos"]} - {None}
+    template, template_source = _chat_template(folder, settings)
     return Vocabulary(
         tokens=tuple(tokens),
         types=tuple(types),
@@ -159,7 +160,8 @@ def _vocabulary(
         stop_ids=frozenset(i for i in stop_ids if i is not None),
         add_bos=bool(before),
         add_eos=bool(after),
-        chat_template=_chat_template(folder, settings),
+        chat_template=template,
+        template_source=template_source,
     )
 
 
@@ -182,19 +184,28 @@ def _spelling(token: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
-    """The template file, or the one in the settings: a text, or a list of named ones."""
+def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The template and where it is from: a file of its own, or else the settings.
+
+    The settings hold a text, or named ones of which `default` serves. Templates with other names
+    (for tools or retrieval; also those in `additional_chat_templates`) are not for plain chats.
+    """
     if (folder / _TEMPLATE).is_file():
-        return read_text(folder / _TEMPLATE)
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        return read_text(folder / _TEMPLATE), _TEMPLATE
+    # Processors' older file, as transformers still reads it; it goes before the settings.
+    for name, values in (
+        (_OLD_TEMPLATE, _optional(folder / _OLD_TEMPLATE)),
+        (_SETTINGS[0], settings),
+    ):
+        template = values.get("chat_template")
+        if isinstance(template, list):
+            entries = [entry for entry in template if isinstance(entry, dict)]
+            template = {entry.get("name"): entry.get("template") for entry in entries}
+        if isinstance(template, dict):
+            template, name = template.get("default"), f"{name} (default)"
+        if isinstance(template, str):
+            return template, name
+    return None, ""
 
 
 def _optional(path: pathlib.Path) -> dict[str, Any]:

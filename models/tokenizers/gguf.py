@@ -135,6 +135,7 @@ def _vocabulary(
         add_bos=flags["bos"],
         add_eos=flags["eos"],
         chat_template=template,
+        template_source="" if template is None else "tokenizer.chat_template",
     )
 
 

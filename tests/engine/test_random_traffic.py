@@ -97,7 +97,7 @@ def test_every_reply_is_what_it_would_be_alone(model: Model) -> None:
         for delta in engine.step():
             key = (delta.reply.id, delta.choice.index)
             deltas_text[key] = deltas_text.get(key, "") + delta.text
-        engine.pages.check([s.pages for s in engine._scheduler.running])
+        engine.pages.check([s.pages for s in engine._parts.running])
         for name in [name for name, (_, reply) in under_way.items() if reply.done]:
             kind, reply = under_way.pop(name)
             for choice in reply.choices:

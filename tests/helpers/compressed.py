@@ -68,8 +68,8 @@ def compressed(format: str, name: str = "group_0", **weights: Any) -> Format:
             scale = scale.astype(np.float16).astype(np.float32)
         if format.startswith("nvfp4"):
             # Powers of two, with which dividing and multiplying agree.
-            state["weight_global_scale"] = torch.tensor([2.0**13])
-            scale = (scale * 2**13).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            state["weight_global_scale"] = torch.tensor([2.0**10])
+            scale = (scale * 2**10).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
         state["weight_scale"] = torch.tensor(scale)
         if not args["symmetric"]:
             half = 2 ** (args["num_bits"] - 1)

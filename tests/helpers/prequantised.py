@@ -162,9 +162,12 @@ def quantised(
         if not LINEAR.fullmatch(name):
             stored[name] = tensor
             continue
-        parts, dense[name] = format.write(rng, *tensor.shape)
+        parts, values = format.write(rng, *tensor.shape)
+        assert np.isfinite(values).all() and values.std() > 0.1 * tensor.std()
         module = name.removesuffix(".weight")
-        stored |= {module + ending: np.ascontiguousarray(it) for ending, it in parts.items()}
+        # The library writes others in the order that they have in memory.
+        dense[name] = np.ascontiguousarray(values)
+        stored |= {module + ending: np.array(it, order="C") for ending, it in parts.items()}
     save_file(tensors | dense, plain / "model.safetensors", metadata={"format": "pt"})
     other.mkdir()
     save_file(stored, other / "model.safetensors", metadata={"format": "pt"})

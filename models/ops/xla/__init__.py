@@ -3,7 +3,7 @@
 from .attention import attention, latent_attention
 from .matmul import grouped_matmul, head_matmul, matmul
 from .sample import largest, sample
-from .shared_attention import shared_attention
+from .shared_attention import shared_attention, shared_latent_attention
 
 __all__ = [
     "attention",
@@ -14,4 +14,5 @@ __all__ = [
     "matmul",
     "sample",
     "shared_attention",
+    "shared_latent_attention",
 ]

@@ -132,16 +132,34 @@ def latent_attention(
     Returns:
       Attention output `[T, N, R]` in q's dtype, still in the latent space, and the pages.
     """
+    _, total, weighted, pages = partial_latent_attention(
+        q, latent, pages, layout, rank=rank, scale=scale
+    )
+    return finished(weighted, total).astype(q.dtype), pages
+
+
+def partial_latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    rank: int,
+    scale: float,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`latent_attention` before its division, over one share; see `partial_attention`."""
     Z, W = pages.shape[1:]
-    page, offset = _places(layout, q.shape[0], Z)
+    page, offset = _places(layout, q.shape[0], Z, share, shares)
     pages = pages.at[page, offset].set(latent.astype(pages.dtype))
 
     def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys = pages[ids].reshape(ids.shape[0], -1, 1, W)
         return keys, keys[..., :rank]
 
-    _, total, weighted = _attend(q, read, (1, rank), Z, layout, scale)
-    return finished(weighted, total).astype(q.dtype), pages
+    sums = _attend(q, read, (1, rank), Z, layout, scale, share=share, shares=shares)
+    return *sums, pages
 
 
 def _places(

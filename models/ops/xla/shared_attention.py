@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..elementwise import rotate
 from ..layout import Layout
-from .attention import finished, partial_attention
+from .attention import finished, partial_attention, partial_latent_attention
 
 
 def shared_attention(
@@ -62,7 +62,50 @@ def shared_attention(
         share=jax.lax.axis_index(axes),
         shares=jax.lax.axis_size(axes),
     )
+    return _joined(peak, total, weighted, axes).astype(q.dtype), k_pages, v_pages
+
+
+def shared_latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    axes: Sequence[str],
+    rank: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`latent_attention` where devices share rows and pages as for `shared_attention`.
+
+    Args:
+      q: `[T/n, N, W]`, rotated.
+      latent: `[T/n, W]`, likewise.
+      pages: `[P, Z, W]`, the part that this device has of pages of n Z tokens.
+      layout: of all T rows, padded ones included.
+      axes: of the mesh, which the devices lie along.
+      rank: as of `latent_attention`; `scale` likewise.
+
+    Returns:
+      Attention output `[T/n, N, R]` in q's dtype, and the pages.
+    """
+    axes = tuple(axes)
+    rows = jnp.concatenate([q, latent[:, None]], axis=1)
+    rows = jax.lax.all_gather(rows, axes, axis=0, tiled=True)
+    peak, total, weighted, pages = partial_latent_attention(
+        *(rows[:, :-1], rows[:, -1], pages, layout),
+        rank=rank,
+        scale=scale,
+        share=jax.lax.axis_index(axes),
+        shares=jax.lax.axis_size(axes),
+    )
+    return _joined(peak, total, weighted, axes).astype(q.dtype), pages
+
+
+def _joined(
+    peak: jax.Array, total: jax.Array, weighted: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """This device's rows of the attention that all shares make up."""
     factor = jnp.exp(peak - jax.lax.pmax(peak, axes))
     sums = jnp.concatenate([weighted, total[..., None]], axis=-1) * factor[..., None]
     sums = jax.lax.psum_scatter(sums, axes, scatter_dimension=0, tiled=True)
-    return finished(sums[..., :-1], sums[..., -1]).astype(q.dtype), k_pages, v_pages
+    return finished(sums[..., :-1], sums[..., -1])

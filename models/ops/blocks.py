@@ -1,0 +1,130 @@
+"""A ragged step cut into work of even size: blocks of a slot's queries, pages that it fills."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from .layout import DUMP_PAGE, Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryBlocks:
+    """Rows of a step in W blocks, none of which spans two slots. The first `live[0]` have rows.
+
+    Attributes:
+      slot: int32 `[W]`.
+      row: int32 `[W]`, the first row.
+      position: int32 `[W]`, its position.
+      count: int32 `[W]`, rows of the block.
+      live: int32 `[1]`.
+      size: most rows of a block (static).
+    """
+
+    slot: jax.Array
+    row: jax.Array
+    position: jax.Array
+    count: jax.Array
+    live: jax.Array
+    size: int
+
+    def rows(self, n_rows: int) -> jax.Array:
+        """int32 `[W, size]`: the rows of each block, then further ones that are not the block's."""
+        return jnp.minimum(self.row[:, None] + jnp.arange(self.size), n_rows - 1)
+
+    def places(self, layout: Layout, n_rows: int) -> jax.Array:
+        """int32 `[T]`: which of the W * size places of all blocks each row has; padding, any."""
+        slot, _ = layout.rows(n_rows)
+        rank = jnp.arange(n_rows, dtype=jnp.int32) - layout.query_start[slot]
+        first = _ends(layout, self.size)[slot] - _blocks(layout, self.size)[slot]
+        places = self.slot.shape[0] * self.size
+        return jnp.clip(first * self.size + rank, 0, places - 1)
+
+
+def block_size(layout: Layout, n_rows: int, most: int) -> int:
+    """Rows of a block: a power of two up to `most`, and no more than a slot's even share of rows.
+
+    So blocks hold at most twice the step's rows, or one row each where every slot has one.
+    """
+    S = layout.kv_lens.shape[0]
+    wanted = min(layout.max_query, max(n_rows // S, 1), max(most, 1))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def query_blocks(layout: Layout, n_rows: int, size: int) -> QueryBlocks:
+    """The step's rows in blocks of at most `size`."""
+    S = layout.kv_lens.shape[0]
+    owners = min(S, n_rows)
+    W = owners + (n_rows - owners) // size
+    ends = _ends(layout, size)
+    block = jnp.arange(W, dtype=jnp.int32)
+    slot = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+    slot = jnp.minimum(slot, S - 1)
+    index = block - (ends - _blocks(layout, size))[slot]
+    row = layout.query_start[slot] + index * size
+    end = layout.query_start[slot + 1]
+    return QueryBlocks(
+        slot=slot,
+        row=row,
+        position=layout.kv_lens[slot] - (end - row),
+        count=jnp.clip(end - row, 0, size),
+        live=ends[-1:],
+        size=size,
+    )
+
+
+def _blocks(layout: Layout, size: int) -> jax.Array:
+    """int32 `[S]`: blocks of each slot."""
+    return (jnp.diff(layout.query_start) + size - 1) // size
+
+
+def _ends(layout: Layout, size: int) -> jax.Array:
+    return jnp.cumsum(_blocks(layout, size)).astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageVisits:
+    """The pages that a step writes to, each once; those past the last go to the dump page.
+
+    Attributes:
+      page: int32 `[A]`.
+      row: int32 `[A]`, the first row that the page takes.
+      offset: int32 `[A]`, where in the page that row goes.
+      count: int32 `[A]`, rows that it takes.
+    """
+
+    page: jax.Array
+    row: jax.Array
+    offset: jax.Array
+    count: jax.Array
+
+
+def page_visits(layout: Layout, n_rows: int, page_tokens: int) -> PageVisits:
+    """The pages that the step's rows are appended to, slot by slot.
+
+    Rows past the last page of their slot's table are left out.
+    """
+    S, M = layout.page_table.shape
+    Z = page_tokens
+    rows = jnp.diff(layout.query_start)
+    first = layout.kv_lens - rows
+    last = jnp.minimum(layout.kv_lens, M * Z) - 1
+    pages = jnp.where((rows > 0) & (last >= first), last // Z - first // Z + 1, 0)
+    ends = jnp.cumsum(pages).astype(jnp.int32)
+    # n rows touch (n - 2) // Z + 2 pages at most, and no more than n.
+    owners = min(S, n_rows)
+    A = owners if layout.max_query == 1 else min(n_rows, n_rows // Z + 2 * owners)
+    visit = jnp.arange(A, dtype=jnp.int32)
+    slot = jnp.minimum(jnp.searchsorted(ends, visit, side="right").astype(jnp.int32), S - 1)
+    number = first[slot] // Z + visit - (ends - pages)[slot]
+    start = jnp.maximum(number * Z, first[slot])
+    live = visit < ends[-1]
+    page = layout.page_table[slot, jnp.clip(number, 0, M - 1)]
+    return PageVisits(
+        page=jnp.where(live, page, DUMP_PAGE),
+        row=jnp.where(live, layout.query_start[slot] + start - first[slot], 0),
+        offset=jnp.where(live, start - number * Z, 0),
+        count=jnp.where(live, jnp.minimum((number + 1) * Z, last[slot] + 1) - start, 0),
+    )

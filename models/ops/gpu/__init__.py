@@ -1,0 +1,6 @@
+"""Pallas kernels for GPUs, compiled by Triton."""
+
+from .attention import attention
+from .matmul import grouped_matmul, matmul, why_unsupported
+
+__all__ = ["attention", "grouped_matmul", "matmul", "why_unsupported"]

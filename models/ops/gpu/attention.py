@@ -1,0 +1,268 @@
+"""Attention over ragged pages for GPUs: prompts, and decoding rows whose pages are split."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ..blocks import QueryBlocks, block_size, query_blocks
+from ..layout import DUMP_PAGE, Layout
+from ..quant_pages import Pages, QuantPages, store
+
+_MASKED = -1e30
+#: Rows of queries (of one KV head) of a program; a product of the tensor cores takes 16 or more.
+ROWS, LEAST_ROWS = 64, 16
+#: Programs that keep a GPU busy: about two to each of the 132 multiprocessors of an H100 or H200.
+PROGRAMS = 264
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What the kernel knows when it is compiled; H is the width as it is, not padded."""
+
+    G: int
+    H: int
+    Z: int
+    M: int
+    splits: int
+    scale: float
+    window: int
+    softcap: float
+    quantised: bool
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    layout: Layout,
+    *,
+    scale: float,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    interpret: bool = False,
+) -> tuple[jax.Array, Pages, Pages]:
+    """Appends this step's keys and values to the pages, then attends causally over live pages.
+
+    The online softmax of FlashAttention (Dao et al. 2022). A program has a block of one slot's
+    rows and one KV head. Where those are too few to fill the GPU, the pages of a block are split
+    between programs, whose sums are joined afterwards (Flash-Decoding, Dao et al. 2023). Pages
+    before the window of a block or behind its last row are not read.
+
+    Scores and sums are float32. Operands of products are float32 where q or the pages are, else
+    bfloat16: so are the weights of values then.
+
+    Args:
+      q: `[T, N, H]`, rotated.
+      k: `[T, K, H]`, rotated.
+      v: `[T, K, H]`.
+      k_pages: `[P, K, H, Z]`, Z a power of two from 16 on; donate it, and it is updated in place.
+      v_pages: `[P, K, Z, H]`, likewise.
+      layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
+        output is NaN; padding rows yield zeros.
+      scale: factor on the scores, usually H ** -0.5.
+      sinks: float32 `[N]`, one more score for each query head, without a value; None for none.
+      window: tokens that a row sees, itself included; 0 for all.
+      softcap: scores become softcap * tanh(score / softcap); 0 for none.
+      interpret: run the kernel as plain JAX, on any platform.
+
+    Returns:
+      Attention output `[T, N, H]` in q's dtype, and both page pools.
+    """
+    T, N, H = q.shape
+    K, Z = k_pages.shape[1], k_pages.shape[3]
+    M, G = layout.page_table.shape[1], N // K
+    slot, position = layout.rows(T)
+    live = (position >= 0) & (position < M * Z)
+    page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
+    offset = jnp.where(live, position % Z, 0)
+    k_pages = store(k_pages, k, page, offset, token_axis=3)
+    v_pages = store(v_pages, v, page, offset, token_axis=2)
+
+    size = block_size(layout, T, ROWS // G)
+    blocks = query_blocks(layout, T, size)
+    rows = blocks.rows(T)
+    W, R = rows.shape[0], size * G
+    queries = q[rows].reshape(W, size, K, G, H).swapaxes(1, 2).reshape(W, K, R, H)
+    sizes = _Sizes(
+        G=G,
+        H=H,
+        Z=Z,
+        M=M,
+        splits=max(1, min(-(-PROGRAMS // (W * K)), M)),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        quantised=isinstance(k_pages, QuantPages),
+    )
+    sums, peak, total = _call(queries, k_pages, v_pages, layout, blocks, sizes, interpret)
+    out = _joined(sums, peak, total, sinks, G)
+    out = out.reshape(W, K, size, G, H).swapaxes(1, 2).reshape(W * size, N, H)
+    out = out[blocks.places(layout, T)]
+    position = position[:, None, None]
+    out = jnp.where(position < 0, 0, jnp.where(position >= M * Z, jnp.nan, out))
+    return out.astype(q.dtype), k_pages, v_pages
+
+
+def _joined(
+    sums: jax.Array, peak: jax.Array, total: jax.Array, sinks: jax.Array | None, G: int
+) -> jax.Array:
+    """The output float32 `[W, K, R, H]` of all splits' sums `[splits, W, K, R, H]`."""
+    best = peak.max(axis=0)
+    extra: jax.Array | float = 0.0
+    if sinks is not None:
+        K, R = best.shape[1:]
+        sink = jnp.tile(sinks.astype(jnp.float32).reshape(K, G), (1, R // G))
+        best = jnp.maximum(best, sink)
+        extra = jnp.exp(sink - best)
+    share = jnp.exp(peak - best)
+    whole = (total * share).sum(axis=0) + extra
+    return (sums * share[..., None]).sum(axis=0) / jnp.maximum(whole, 1e-30)[..., None]
+
+
+def _call(
+    queries: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    layout: Layout,
+    blocks: QueryBlocks,
+    sizes: _Sizes,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums, peaks and totals of each split, block of queries and KV head."""
+    W, K, R, H = queries.shape
+    Rp, Hp = max(pl.next_power_of_2(R), LEAST_ROWS), max(pl.next_power_of_2(H), 16)
+    P, Z, splits = k_pages.shape[0], sizes.Z, sizes.splits
+
+    def whole(array: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(array.shape, lambda w, h, s: (0,) * array.ndim)
+
+    def pool(pages: Pages, *shape: int) -> list[pl.BlockSpec]:
+        spec = pl.BlockSpec((P, None, *shape), lambda w, h, s: (0, h, 0, 0))
+        scale = pl.BlockSpec((P, None, Z), lambda w, h, s: (0, h, 0))
+        return [spec, scale] if sizes.quantised else [spec]
+
+    scalars = (blocks.slot, blocks.position, blocks.count, blocks.live, layout.page_table)
+    vector = pl.BlockSpec((None, None, None, Rp), lambda w, h, s: (s, w, h, 0))
+    return pl.pallas_call(
+        functools.partial(_kernel, sizes=sizes, rows=R),
+        out_shape=[
+            jax.ShapeDtypeStruct((splits, W, K, R, H), jnp.float32),
+            jax.ShapeDtypeStruct((splits, W, K, R), jnp.float32),
+            jax.ShapeDtypeStruct((splits, W, K, R), jnp.float32),
+        ],
+        grid=(W, K, splits),
+        in_specs=[
+            *map(whole, scalars),
+            pl.BlockSpec((None, None, Rp, Hp), lambda w, h, s: (w, h, 0, 0)),
+            *pool(k_pages, Hp, Z),
+            *pool(v_pages, Z, Hp),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, Rp, Hp), lambda w, h, s: (s, w, h, 0, 0)),
+            vector,
+            vector,
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="stoker_attention",
+    )(*scalars, queries, *jax.tree.leaves(k_pages), *jax.tree.leaves(v_pages))
+
+
+def _kernel(
+    slot_ref: Any,
+    position_ref: Any,
+    count_ref: Any,
+    live_ref: Any,
+    table_ref: Any,
+    q_ref: Any,
+    *refs: Any,
+    sizes: _Sizes,
+    rows: int,
+) -> None:
+    """One block of queries (`rows` of them), one KV head, one share of the pages."""
+    *pools, sum_ref, peak_ref, total_ref = refs
+    k_ref, v_ref = pools[0], pools[2 if sizes.quantised else 1]
+    w, Z = pl.program_id(0), sizes.Z
+    R, H, Hp = q_ref.shape[0], sizes.H, q_ref.shape[1]
+    slot, position = slot_ref[w], position_ref[w]
+    last = position + count_ref[w] - 1
+    last_page = jnp.minimum(last // Z, sizes.M - 1)
+    first_page = jnp.maximum(position - sizes.window + 1, 0) // Z if sizes.window else 0
+    # A share of the pages for each split; none for a block without rows.
+    share = (last_page - first_page + sizes.splits) // sizes.splits
+    begin = first_page + pl.program_id(2) * share
+    end = jnp.where(w < live_ref[0], jnp.minimum(begin + share, last_page + 1), begin)
+
+    lane = jnp.arange(Hp)
+    row = jnp.arange(R)
+    # Rows and lanes that only fill the block lie outside the array.
+    inside = (row < rows)[:, None] & (lane < H)[None, :]
+    narrow = q_ref.dtype != jnp.float32 and k_ref.dtype != jnp.float32
+    work = jnp.bfloat16 if narrow else jnp.float32
+    precision = None if narrow else _EXACT
+    queries = plgpu.load(q_ref, mask=inside, other=0.0).astype(work)
+    row_position = jnp.minimum(position + row // sizes.G, last)
+
+    def body(index: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        peak, total, weighted = carry
+        page = table_ref[slot, index]
+        key = index * Z + jnp.arange(Z)
+        keys = plgpu.load(k_ref.at[page], mask=(lane < H)[:, None], other=_zero(k_ref))
+        score = _dot(queries, keys, work, precision)
+        if sizes.quantised:
+            score = score * pools[1][page][None, :]
+        score = score * sizes.scale
+        if sizes.softcap:
+            score = sizes.softcap * jnp.tanh(score / sizes.softcap)
+        seen = key[None, :] <= row_position[:, None]
+        if sizes.window:
+            seen &= key[None, :] > row_position[:, None] - sizes.window
+        score = jnp.where(seen, score, _MASKED)
+        new_peak = jnp.maximum(peak, score.max(axis=1))
+        decay = jnp.exp(peak - new_peak)
+        weights = jnp.where(seen, jnp.exp(score - new_peak[:, None]), 0)
+        total = total * decay + weights.sum(axis=1)
+        # A weight of zero does not silence a NaN that an earlier owner left in the page.
+        written = (key <= last)[:, None] & (lane < H)[None, :]
+        values = plgpu.load(v_ref.at[page], mask=written, other=_zero(v_ref))
+        if sizes.quantised:
+            weights = weights * jnp.where(key <= last, pools[3][page], 0)[None, :]
+        added = _dot(weights, values, work, precision)
+        return new_peak, total, weighted * decay[:, None] + added
+
+    carry = (
+        jnp.full((R,), _MASKED, jnp.float32),
+        jnp.zeros((R,), jnp.float32),
+        jnp.zeros((R, Hp), jnp.float32),
+    )
+    peak, total, weighted = jax.lax.fori_loop(begin, end, body, carry)
+    plgpu.store(sum_ref, weighted, mask=inside)
+    plgpu.store(peak_ref, peak, mask=row < rows)
+    plgpu.store(total_ref, total, mask=row < rows)
+
+
+def _dot(a: jax.Array, b: jax.Array, work: Any, precision: Any) -> jax.Array:
+    """`a [R, C]` times `b [C, W]`, both made `work`; sums in float32."""
+    return jax.lax.dot_general(
+        a.astype(work),
+        b.astype(work),
+        (((1,), (0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _zero(ref: Any) -> int | float:
+    """What fills the lanes of a load that are not there: Triton casts no integer to a float8."""
+    return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

@@ -1,0 +1,251 @@
+"""From tensors to parameters, one at a time: rows chosen, stacked, reordered and quantised."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from .checkpoints.prequantised import QuantisedTensor
+from .config import ModelConfig
+from .errors import StokerError
+from .families.naming import Naming, TensorUse
+from .host_arrays import aligned_empty
+from .narrowing import Source, narrowed
+from .parameters import Parameter, abstract_params, named_parameters
+from .placement import Read
+from .quantise import NotFiniteError, Quantisation, is_matrix, uneven_groups
+from .quantise import quantise as quantise_matrix
+from .quantized import QuantArray, dequantize
+
+_LOG = logging.getLogger("stoker")
+#: Elements that are made dense at a time.
+_DENSE_BLOCK = 1 << 20
+_SCALES = {np.dtype(np.float16), np.dtype(np.float32)}
+
+#: Called with the bytes done and the bytes in all.
+Progress = Callable[[int, int], None]
+#: All of it.
+WHOLE = slice(None)
+
+
+class Tensors(Protocol):
+    """What is asked of a checkpoint here."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """What is known of each tensor by name: at least `shape` and `nbytes`."""
+
+    def load(self, name: str, rows: slice = ...) -> np.ndarray | QuantArray:
+        """A tensor, or a slice of its rows."""
+
+    def release(self, name: str) -> None:
+        """Lets the system drop the pages of a tensor."""
+
+
+def read_parameters(
+    checkpoint: Tensors,
+    naming: Naming,
+    config: ModelConfig,
+    *,
+    quantise: Quantisation | None = None,
+    dense: str | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[str, Read]]:
+    """Yields dotted path and reader of each parameter, the largest first.
+
+    Nothing is kept here: a reader holds, while it runs, one tensor and what becomes of it. It takes
+    a slice of the parameter's first axis (`slice(0, n)`; `WHOLE` for all of it).
+
+    Args:
+      checkpoint: one that fits `config`.
+      naming: how it calls the parameters.
+      config: the architecture.
+      quantise: what becomes of dense matrices; None: they stay dense. Those that are quantised
+        already stay as they are.
+      dense: first, matrices that are quantised become dense, and all of this type.
+      progress: told how many bytes of tensors have been read.
+
+    Yields:
+      Readers of NumPy arrays, norms and biases in float32, or `QuantArray`s with NumPy leaves.
+
+    Raises:
+      StokerError: there was to be quantised, but no matrix is dense, or one has columns that no
+        group fits or values that are not finite.
+    """
+    uses, parameters = naming.uses(config), dict(named_parameters(abstract_params(config)))
+    if quantise is not None:
+        for columns, group in uneven_groups(parameters, quantise).items():
+            _LOG.warning(
+                "stoker: rows of %d columns do not divide into groups of %d; theirs are of %d",
+                *(columns, quantise.group, group),
+            )
+    sizes = {path: _stored_bytes(checkpoint, use, parameters[path]) for path, use in uses.items()}
+    total, done, quantised = sum(sizes.values()), 0, 0
+    for path in sorted(parameters, key=lambda path: -sizes[path]):
+        parameter = parameters[path]
+        if is_matrix(path, parameter):
+            convert = _Convert(quantise, dense)
+        else:
+            convert = _Convert(None, None if parameter.dtype == "any" else parameter.dtype)
+        source = (uses[path], parameter, naming.row_order(path, config))
+
+        def read(
+            rows: slice, path: str = path, source: Source = source, convert: _Convert = convert
+        ) -> Any:
+            first, last, _ = rows.indices(source[1].shape[0])
+            try:
+                own = narrowed(source, first, last) if rows != WHOLE else source
+                return _parameter(checkpoint, *own, convert, config.compute_dtype)
+            except NotFiniteError as error:
+                raise StokerError(f"'{path}' {error}") from None
+
+        yield path, read
+        quantised += convert.quantised
+        done += sizes[path]
+        if progress is not None:
+            progress(done, total)
+    if quantise is not None and not quantised:
+        raise StokerError(
+            "every matrix of this model is quantised already; leave --quantize out, or convert it "
+            "to dense ones first (stoker convert --dtype=float32)"
+        )
+
+
+class _Convert:
+    """Makes parts of one parameter dense of a type or quantised, and remembers if it quantised."""
+
+    def __init__(self, how: Quantisation | None, dense: str | None) -> None:
+        self._how, self._dense = how, dense
+        self.quantised = False
+
+    def __call__(self, part: Any) -> Any:
+        if self._dense is not None:
+            part = _dense(part, np.dtype(self._dense))
+        if self._how is None or isinstance(part, QuantArray):
+            return part
+        self.quantised = True
+        return quantise_matrix(part, self._how)
+
+
+def _dense(part: Any, dtype: np.dtype) -> np.ndarray:
+    """A part as a dense array of `dtype`; quantised ones a few rows at a time."""
+    if not isinstance(part, QuantArray):
+        return part if part.dtype == dtype else part.astype(dtype)
+    result = aligned_empty(part.shape, dtype)
+    flat = result.reshape(-1, part.shape[-1])
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), part)
+    step = max(1, _DENSE_BLOCK // part.shape[-1])
+    for start in range(0, len(flat), step):
+        flat[start : start + step] = dequantize(
+            jax.tree.map(lambda leaf, at=start: leaf[at : at + step], rows)
+        )
+    return result
+
+
+def _stored_bytes(checkpoint: Tensors, use: TensorUse, parameter: Parameter) -> int:
+    """Bytes that one parameter takes in the file; several may share a tensor."""
+    whole = sum(checkpoint.tensors[name].nbytes for name in use.tensors)
+    return whole * parameter.size // (len(use.tensors) * math.prod(use.shape))
+
+
+def is_turned(checkpoint: Tensors, name: str, use: TensorUse) -> bool:
+    """Whether a tensor holds the transposes of its matrices."""
+    return use.turned_floats and not isinstance(checkpoint.tensors[name], QuantisedTensor)
+
+
+def _parameter(
+    checkpoint: Tensors,
+    use: TensorUse,
+    parameter: Parameter,
+    order: np.ndarray | None,
+    convert: Callable[[Any], Any],
+    dtype: np.dtype,
+) -> Any:
+    """One parameter with NumPy leaves, its rows in `order`, its parts converted as they are read.
+
+    Quantised matrices that cannot stay so take `dtype`, in which they are multiplied.
+    """
+    parts = _parts(checkpoint, use)
+    if use.heads:
+        ((_, whole),) = parts
+        return convert(_by_heads(_reordered(whole, order), use, dtype))
+    converted = ((name, convert(part)) for name, part in parts)
+    if len(parameter.shape) > len(use.shape) - (use.outputs is not None):
+        return _stacked(converted, parameter.shape[0])
+    ((_, value),) = converted
+    value = _reordered(value, order)
+    return value + np.asarray(use.added, value.dtype) if use.added else value
+
+
+def _reordered(value: Any, order: np.ndarray | None) -> Any:
+    """Rows in `order`: codes and scales move together, and nothing is requantised."""
+    return value if order is None else jax.tree.map(lambda leaf: leaf[order], value)
+
+
+def _parts(checkpoint: Tensors, use: TensorUse) -> Iterator[tuple[str, Any]]:
+    """What one parameter is stacked from, each with the tensor it is of; or all of it, once."""
+    if use.outputs is None:
+        for name in use.tensors:
+            part = checkpoint.load(name, use.rows)
+            checkpoint.release(name)
+            yield name, part
+            del part
+        return
+    (name,) = use.tensors
+    turned = is_turned(checkpoint, name, use)
+    for expert in range(use.shape[0])[use.rows]:
+        yield (
+            name,
+            jax.tree.map(
+                lambda leaf: (leaf[0].swapaxes(0, 1) if turned else leaf[0])[use.outputs],
+                checkpoint.load(name, slice(expert, expert + 1)),
+            ),
+        )
+    checkpoint.release(name)
+
+
+def _stacked(parts: Iterator[tuple[str, Any]], count: int) -> Any:
+    """`count` arrays, quantised or not, as one; StokerError where they are of several formats."""
+    leaves: list[np.ndarray] = []
+    structure: Any = None
+    for index, (name, part) in enumerate(parts):
+        found, kind = jax.tree.flatten(part)
+        if index == 0:
+            structure = kind
+            leaves = [aligned_empty((count, *leaf.shape), leaf.dtype) for leaf in found]
+        same = kind == structure and all(
+            leaf.shape == stack.shape[1:] for leaf, stack in zip(found, leaves, strict=True)
+        )
+        for place, leaf in enumerate(found if same else ()):
+            stack = leaves[place]
+            # Scales of one expert may need float32 where those of others did not.
+            if {leaf.dtype, stack.dtype} == _SCALES and isinstance(part, QuantArray):
+                stack = leaves[place] = stack.astype(np.float32)
+            elif leaf.dtype != stack.dtype:
+                same = False
+                break
+            stack[index] = leaf
+        if not same:
+            raise StokerError(
+                f"tensor '{name}' is of another format than those of the other experts of its "
+                "layer, which is not supported; give a model whose experts are all alike"
+            )
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _by_heads(value: Any, use: TensorUse, dtype: np.dtype) -> Any:
+    """A matrix `[heads * R, C]` as `[heads, R, C]`, or `[heads, C, R]` where it is transposed."""
+    if use.transposed and isinstance(value, QuantArray):
+        value = np.asarray(dequantize(value, dtype))
+    value = jax.tree.map(lambda leaf: leaf.reshape(use.heads, -1, *leaf.shape[1:]), value)
+    if not use.transposed:
+        return value
+    turned = value.swapaxes(1, 2)
+    dense = aligned_empty(turned.shape, turned.dtype)
+    dense[...] = turned
+    return dense

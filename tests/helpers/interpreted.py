@@ -1,0 +1,14 @@
+"""Kernels as plain JAX on the CPU, compiled quickly rather than well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, jitted with the compiler's optimisations off."""
+    compiled = jax.jit(function).lower(*args)
+    return compiled.compile(compiler_options={"xla_backend_optimization_level": 0})(*args)

@@ -1,0 +1,61 @@
+"""Attention over ragged pages as the GPU kernel does it, interpreted, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import interpreted
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ragged import GRID, TOLERANCES, Case, Step, check, ragged_step
+
+from stoker.models.ops import Layout, gpu
+
+
+def attend(step: Step) -> Any:
+    """The step's attention, interpreted."""
+
+    def run(*arrays: Any) -> Any:
+        return gpu.attention(*arrays, interpret=True, **step.options)
+
+    return interpreted.run(run, *step.arrays, step.layout)
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_kernel_equals_float64(name: str) -> None:
+    case = GRID[name]
+    step = ragged_step(case)
+    check(step, attend(step), TOLERANCES[case.dtype])
+
+
+def test_many_pages_are_split_between_programs() -> None:
+    step = ragged_step(Case((1, 1, 1), (700, 5, 90), N=4, K=1, H=16, Z=16, sinks=True))
+    check(step, attend(step), TOLERANCES["float32"])
+
+
+def test_rows_past_the_pages_write_nothing_and_yield_nan() -> None:
+    step = ragged_step(Case((3, 2), (34, 20), N=2, K=1, H=16, Z=16, padding=0))
+    short = dataclasses.replace(step.layout, page_table=step.layout.page_table[:, :2])
+    out, k_pages, _ = attend(dataclasses.replace(step, layout=short))
+    np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), [False, True, True, False, False])
+    untouched = int(step.layout.page_table[0, 2])
+    np.testing.assert_array_equal(k_pages[untouched], step.arrays[3][untouched])
+
+
+def test_a_nan_stays_in_its_slot() -> None:
+    step = ragged_step(Case((2, 1, 2), (6, 5, 4), N=2, K=1, H=16, Z=16))
+    q, k, v, *pages = step.arrays
+    ill = dataclasses.replace(step, arrays=(q, k.at[2].set(jnp.nan), v.at[2].set(jnp.nan), *pages))
+    out, *_ = attend(ill)
+    np.testing.assert_array_equal(np.isnan(out).any(axis=(1, 2)), [0, 0, 1, 0, 0, 0, 0])
+
+
+def test_padding_slots_share_the_dump_page() -> None:
+    """As decode steps are padded: one row, length 1, and a table of zeros."""
+    step = ragged_step(Case((1, 1, 1), (20, 1, 1), N=2, K=1, H=16, Z=16, padding=0))
+    table = step.layout.page_table.at[1:].set(0)
+    layout = Layout(step.layout.query_start, step.layout.kv_lens, table)
+    out, *_ = attend(dataclasses.replace(step, layout=layout))
+    np.testing.assert_allclose(out[0], step.expected[0], rtol=2e-5, atol=2e-5)
