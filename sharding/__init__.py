@@ -2,7 +2,7 @@
 
 from .cuts import Cut, HeadCut, even_cut, head_cut, wide_cut
 from .mesh import AXES, make_mesh, parse_mesh
-from .rules import RULES, WHOLE, Rules, Split, split_of
+from .rules import RULES, WHOLE, Rules, Split, parse_rules, sharding, split_of
 
 __all__ = [
     "AXES",
@@ -16,6 +16,8 @@ __all__ = [
     "head_cut",
     "make_mesh",
     "parse_mesh",
+    "parse_rules",
+    "sharding",
     "split_of",
     "wide_cut",
 ]

@@ -20,7 +20,7 @@ from .dispatch import (
     shared_attention,
     shared_latent_attention,
 )
-from .elementwise import gated, rms_norm, rotary_tables, rotate, softcap
+from .elementwise import gated, rms_norm, rotary_tables, softcap
 from .layout import Layout
 from .sampling import Sampling, uniforms
 
@@ -42,7 +42,6 @@ __all__ = [
     "products",
     "rms_norm",
     "rotary_tables",
-    "rotate",
     "sample",
     "shared_attention",
     "shared_latent_attention",

@@ -127,9 +127,14 @@ def grouped_gated_matmul(
 def head_matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
     """`x [T, N, C]` times the transpose of each head's matrix of `weight [N, R, C]`: `[T, N, R]`.
 
-    The result has x's dtype. The reference does it on every platform, so far.
+    The result has x's dtype. On the CPU, heads are the groups of `cpu.grouped_products`.
     """
-    return xla.head_matmul(x, _plain(weight)).astype(x.dtype)
+    if kernels.platform != "cpu":
+        return xla.head_matmul(x, _plain(weight)).astype(x.dtype)
+    T, N, C = x.shape
+    rows, sizes = x.swapaxes(0, 1).reshape(N * T, C), jnp.full(N, T, jnp.int32)
+    (result,) = grouped_products(rows, (weight,), sizes, kernels)
+    return result.reshape(N, T, -1).swapaxes(0, 1)
 
 
 def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
@@ -196,13 +201,22 @@ def latent_attention(
     layout: Layout,
     kernels: Kernels,
     *,
+    norm: Norm,
+    turn: tuple[jax.Array, jax.Array],
     rank: int,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Appends latent vectors to the pages, and attends causally over live pages.
+    """Norms and rotates, appends latent vectors to the pages, and attends over live pages.
 
-    Args and results as of `xla.latent_attention`, which does it on every platform, so far.
+    Args and results as of `xla.latent_attention`, which says more, but for q and latent vectors:
+    what is past `rank` is not rotated yet, by `turn`, cosines and sines `[T, dims/2]`, and what is
+    before it in latent vectors not normed, by `norm`.
     """
+    if kernels.platform == "cpu":
+        return cpu.latent_attention(
+            q, latent, pages, layout, rank=rank, scale=scale, norm=norm, turn=turn
+        )
+    q, latent = _latent_rows(q, latent, rank, norm, turn)
     return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
 
 
@@ -214,14 +228,26 @@ def shared_latent_attention(
     kernels: Kernels,
     *,
     axes: Sequence[str],
+    norm: Norm,
+    turn: tuple[jax.Array, jax.Array],
     rank: int,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """`latent_attention` of this device's rows, where the devices of `axes` share the pages.
 
-    Args and results as of `xla.shared_latent_attention`, which does it on every platform.
+    The reference on every platform. See `xla.shared_latent_attention`, which says more.
     """
+    q, latent = _latent_rows(q, latent, rank, norm, turn)
     return xla.shared_latent_attention(q, latent, pages, layout, axes=axes, rank=rank, scale=scale)
+
+
+def _latent_rows(
+    q: jax.Array, latent: jax.Array, rank: int, norm: Norm, turn: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Queries `[T, N, W]` and latent vectors `[T, W]`, rotated past `rank` and normed before it."""
+    q = jnp.concatenate([q[..., :rank], rotate(q[..., rank:], *turn)], axis=-1)
+    key = rotate(latent[:, None, rank:], *turn)[:, 0]
+    return q, jnp.concatenate([rms_norm(latent[:, :rank], *norm), key], axis=-1)
 
 
 def shared_attention(
