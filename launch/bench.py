@@ -17,12 +17,15 @@ from rich.table import Table
 
 from ..engine.accounting import arithmetic_peak, memory_bandwidth, peak_memory
 from ..engine.benchmark import Bench, Measurement
+from ..models.config import Kernels
 from ..models.errors import StokerError
 from ..models.loading import Model, choose_kernels, choose_numerics
 from ..models.parameters import count_bytes
+from ..models.placed_model import place_model
 from ..models.random_weights import WEIGHTS, architecture, random_weights
 from . import common, traffic
 from .command import Command
+from .meshes import given_mesh, mesh_lines
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -114,9 +117,14 @@ def _model(values: flags.FlagValues) -> Model:
         values.kv_dtype,
         choose_kernels(values.kernels, values.activations),
     )
-    params = random_weights(config, values.weights)
     name = f"{values.random_weights}, random {values.weights}"
-    return Model(name, Path(), config, params, None, 0, None)
+    mesh, rules = given_mesh(values)
+    if mesh is None:
+        params = random_weights(config, values.weights)
+        return Model(name, Path(), config, params, None, 0, None)
+    # Packed part by part, once they are placed.
+    plain = random_weights(dataclasses.replace(config, kernels=Kernels()), values.weights)
+    return place_model(Model(name, Path(), config, plain, None, 0, None), mesh, rules)
 
 
 def _batches(given: list[str]) -> list[int]:
@@ -144,6 +152,7 @@ def _report(model: Model, results: list[Measurement]) -> dict[str, Any]:
         "kernels": dataclasses.asdict(model.config.kernels),
         "load_s": model.load_seconds,
         "parameter_bytes": count_bytes(model.params),
+        "mesh": mesh_lines(model),
         "peak_memory_bytes": peak,
         "bandwidth_bytes_s": bandwidth or None,
         "bandwidth_source": bandwidth_source,
@@ -198,6 +207,8 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['model']} on {report['device']}: {kernels['platform']} kernels, "
         f"{kernels['activations']} activations, {report['kv_dtype']} cache, jax {report['jax']}"
     )
+    if report["mesh"]:
+        print(f"mesh {'; '.join(report['mesh'])}")
     Console(width=120, highlight=False).print(table)
     print(
         f"first token of {report['results'][0]['context']}: {report['results'][0]['ttft_s']:.3f} s"

@@ -21,6 +21,7 @@ from ..models.errors import StokerError
 from ..models.loading import Model, load_model
 from ..models.sources import DEFAULT_MODEL, byte_bar, cache_folder
 from ..models.tokenizers import Tokenizer
+from .meshes import define_mesh_flags, given_mesh
 
 #: Where `--context` is not given: contexts are rounded up to a power of two from here, so that a
 #: few compiled shapes serve all prompts.
@@ -92,6 +93,7 @@ def define_model_flags(
         "Keep compiled programs in the cache folder, for a faster next start.",
         flag_values=values,
     )
+    define_mesh_flags(values)
     if context:
         flags.DEFINE_integer(
             "context",
@@ -171,8 +173,9 @@ def sampling_params(values: flags.FlagValues) -> SamplingParams:
 
 
 def open_model(values: flags.FlagValues) -> Model:
-    """The model that `--model` and `--dtype` name."""
+    """The model that `--model` and `--dtype` name, on the devices of `--mesh`."""
     cache_programs(values)
+    mesh, rules = given_mesh(values)
     with byte_bar("loading") as progress:
         return load_model(
             values.model,
@@ -181,6 +184,8 @@ def open_model(values: flags.FlagValues) -> Model:
             kernels=values.kernels,
             activations=values.activations,
             quantize=values.quantize,
+            mesh=mesh,
+            rules=rules,
             progress=progress,
         )
 

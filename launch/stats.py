@@ -8,6 +8,7 @@ from typing import Any
 from ..engine.accounting import peak_memory, step_cost
 from ..engine.engine import Engine
 from ..engine.replies import Reply
+from .meshes import mesh_lines
 
 
 def reply_stats(engine: Engine, reply: Reply, limit: tuple[float, str]) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def reply_stats(engine: Engine, reply: Reply, limit: tuple[float, str]) -> dict[
         "bandwidth_source": source,
         "bandwidth_share": achieved / bandwidth if achieved and bandwidth else None,
         "peak_memory_bytes": peak_memory(),
+        "mesh": mesh_lines(model),
     }
 
 
@@ -63,6 +65,8 @@ def print_stats(stats: dict[str, Any]) -> None:
     if stats["step_s"]:
         rows |= {"time per step": _time_per_step(stats), "achieved": _achieved(stats)}
     rows["peak memory"] = megabytes(stats["peak_memory_bytes"])
+    if stats["mesh"]:
+        rows["mesh"] = "; ".join(stats["mesh"])
     width = max(map(len, rows))
     for name, text in rows.items():
         print(f"{name:{width}}  {text}", file=sys.stderr)

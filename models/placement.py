@@ -122,6 +122,20 @@ def place_parameter(
     return jax.tree.unflatten(jax.tree.structure(some), leaves)
 
 
+def shape_params(config: ModelConfig, mesh: Mesh, dtype: str = "bfloat16") -> Params:
+    """The parameters on `mesh` as shapes, matrices dense in `dtype`: nothing is allocated.
+
+    For compiling steps for machines that are not there, and for counting what each device holds.
+    """
+    values = {}
+    for name, parameter in named_parameters(abstract_params(config)):
+        shape = tuple(cut.padded for cut in cuts_of(parameter, config))
+        kind = dtype if parameter.dtype == "any" else parameter.dtype
+        sharding = NamedSharding(mesh, config.split.spec(parameter.axes))
+        values[name] = jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+    return unflatten(abstract_params(config), values)
+
+
 def _cut_rest(whole: Any, cuts: tuple[Cut, ...]) -> list[tuple[tuple[int, ...], Any]]:
     """Parts along all axes but the first, by their numbers."""
     found: list[tuple[tuple[int, ...], Any]] = [((), whole)]

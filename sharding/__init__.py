@@ -4,7 +4,7 @@ from .cuts import Cut, HeadCut, even_cut, head_cut, wide_cut
 from .hosts import AUTO, Hosts, Team, join
 from .meeting import HostsError
 from .mesh import AXES, make_mesh, parse_mesh
-from .rules import RULES, WHOLE, Rules, Split, split_of
+from .rules import RULES, WHOLE, Rules, Split, parse_rules, sharding, split_of
 
 __all__ = [
     "AUTO",
@@ -23,6 +23,8 @@ __all__ = [
     "join",
     "make_mesh",
     "parse_mesh",
+    "parse_rules",
+    "sharding",
     "split_of",
     "wide_cut",
 ]

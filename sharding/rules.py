@@ -7,7 +7,9 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .mesh import AXES
 
 #: For each logical axis, alternatives in order of preference: the mesh axes to split it over. The
 #: first one serves whose axes the mesh has and no other axis of the same array has taken. A logical
@@ -101,3 +103,41 @@ def split_of(mesh: Mesh, rules: Rules | None = None) -> Split:
     if split.axes("heads") != split.axes("kv_heads"):
         raise ValueError("rules split 'heads' and 'kv_heads' differently; give them one rule")
     return split
+
+
+def sharding(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh, rules: Rules | None = None
+) -> NamedSharding:
+    """Where an array of `shape` with these logical axes lies on `mesh`, as it is.
+
+    For arrays that are kept whole, in a checkpoint or for steps of one's own under `jit`: axes that
+    do not divide are replicated. What steps on a mesh take is padded instead; see
+    `models/placement.py`.
+    """
+    split = split_of(mesh, rules)
+    targets = split.resolve(axes)
+    fitting = (
+        target if target and size % split.size(target) == 0 else None
+        for target, size in zip(targets, shape, strict=True)
+    )
+    return NamedSharding(mesh, PartitionSpec(*fitting))
+
+
+def parse_rules(text: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Rules as a flag has them: `ff=expert+tensor|tensor,vocab=` splits `ff` over both axes or else
+    one, and replicates `vocab`.
+
+    Raises:
+      ValueError: for a logical axis that `RULES` does not have, or a mesh axis that none can have.
+    """
+    rules: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, targets = (piece.strip() for piece in part.partition("="))
+        if name not in RULES:
+            raise ValueError(f"no rule is for '{name}'; rules are for {', '.join(RULES)}")
+        split = (target.split("+") for target in targets.split("|") if target)
+        rules[name] = tuple(tuple(axis.strip() for axis in target) for target in split)
+        unknown = [axis for target in rules[name] for axis in target if axis not in AXES]
+        if unknown:
+            raise ValueError(f"a mesh has no axis '{unknown[0]}'; use {', '.join(AXES)}")
+    return rules

@@ -127,9 +127,14 @@ def grouped_gated_matmul(
 def head_matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
     """`x [T, N, C]` times the transpose of each head's matrix of `weight [N, R, C]`: `[T, N, R]`.
 
-    The result has x's dtype. The reference does it on every platform, so far.
+    The result has x's dtype. On the CPU, heads are the groups of `cpu.grouped_products`.
     """
-    return xla.head_matmul(x, _plain(weight)).astype(x.dtype)
+    if kernels.platform != "cpu":
+        return xla.head_matmul(x, _plain(weight)).astype(x.dtype)
+    T, N, C = x.shape
+    rows, sizes = x.swapaxes(0, 1).reshape(N * T, C), jnp.full(N, T, jnp.int32)
+    (result,) = grouped_products(rows, (weight,), sizes, kernels)
+    return result.reshape(N, T, -1).swapaxes(0, 1)
 
 
 def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
@@ -201,9 +206,10 @@ def latent_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Appends latent vectors to the pages, and attends causally over live pages.
 
-    Args and results as of `xla.latent_attention`, which does it on every platform, so far.
+    Args and results as of `xla.latent_attention`, which says more.
     """
-    return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
+    implementation = cpu.latent_attention if kernels.platform == "cpu" else xla.latent_attention
+    return implementation(q, latent, pages, layout, rank=rank, scale=scale)
 
 
 def shared_latent_attention(

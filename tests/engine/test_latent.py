@@ -73,6 +73,7 @@ def test_replies_are_those_of_one_pass(engine: Engine, score) -> None:
     prompts = [PROMPT, PROMPT[:7], PROMPT[3:30]]
     for reply, prompt in zip(engine.generate(prompts, GREEDY), prompts, strict=True):
         follows(reply, prompt, score)
+    assert engine.pages.used == 0
     (again,) = engine.generate([PROMPT], GREEDY)
     assert again.cached_tokens >= 32
     follows(again, PROMPT, score)

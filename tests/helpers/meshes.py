@@ -1,14 +1,20 @@
-"""The pure steps on meshes of forced host devices, against one device; in a process of its own."""
+"""The pure steps on meshes of forced host devices, against one device.
+
+Run as `python -m meshes CASE/MESH/MESH ...`, in a process of its own, for example
+`experts+int4+cpu/tensor:2/expert:4`: a case of `CASES`, the format of its weights and who does the
+arithmetic (float32 and xla unless named). Prints "equal".
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import numpy as np
 from driving import chunk, decoding, new_state, page_table
-from tiny import KERNELS, TINY
+from tiny import KERNELS, TINY, random_params
 
 from stoker.engine import steps
 from stoker.engine.cache import new_cache
@@ -18,6 +24,7 @@ from stoker.models.config import LayerKind, ModelConfig
 from stoker.models.parameters import Params
 from stoker.models.parts import Latent
 from stoker.models.placement import place_params, split_config
+from stoker.models.random_weights import random_weights
 from stoker.sharding import make_mesh, parse_mesh
 
 PROMPTS = [[1, 2, 3], list(range(40, 91))]
@@ -105,3 +112,17 @@ def compare(config: ModelConfig, params: Params, meshes: list[str], atol: float 
         for got, want in zip(found(config, params, text), wanted, strict=True):
             for part in got:
                 np.testing.assert_allclose(part, want, atol=atol, err_msg=f"{config} on {text}")
+
+
+def main(jobs: list[str]) -> None:
+    for job in jobs:
+        kind, *meshes = job.split("/")
+        name, weights, kernels = (*kind.split("+"), "", "")[:3]
+        plain = case(name)
+        params = random_weights(plain, weights) if weights else random_params(plain)
+        compare(case(name, kernels or "xla"), params, meshes)
+    print("equal")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

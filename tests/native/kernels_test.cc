@@ -226,6 +226,20 @@ void check_attention(Random& random, const Kernels& table, const char* name, con
       worst = std::max(worst, std::fabs(out.get()[i] - want));
     }
     expect(worst < 1e-6, "attention", name, worst);
+    // The values as keys, of one head; those of other heads are pages that nobody reads.
+    Exact<float> latent(T * z.N * z.H);
+    Attention one = a;
+    one.K = 1;
+    one.half = 0;
+    one.k_pages = nullptr;
+    one.sinks = nullptr;
+    one.out = latent.get();
+    expect(attend(pool, table, one).empty(), "latent attention", name, 0);
+    worst = 0;
+    for (int64_t i = 0; i < 54 * z.N * z.H; ++i) {
+      worst = std::max(worst, std::fabs(latent.get()[i] - 0.5));
+    }
+    expect(worst < 1e-6, "latent attention", name, worst);
   }
 }
 

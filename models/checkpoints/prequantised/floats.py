@@ -95,7 +95,7 @@ def add_floats(builder: Builder, name: str, scale: str, block: Any) -> None:
     else:
         size = (rows, columns)
     make = functools.partial(_floats, block=size)
-    builder.add(name, shape, {"codes": name, "scale": scale}, make)
+    builder.add(name, shape, {"codes": name, "scale": scale}, make, by_rows=bool(leading))
 
 
 def _floats(parts: Parts, block: tuple[int, int]) -> QuantArray:

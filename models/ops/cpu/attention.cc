@@ -68,6 +68,16 @@ int64_t page_offset(const Attention& a, int64_t slot, int64_t pos) {
 void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
   const int64_t row = a.query_start[slot] + query, pos = position(a, slot, query);
   const int64_t to = page_offset(a, slot, pos), offset = pos % a.Z;
+  if (!a.k_pages) {
+    const int64_t at = to + offset * a.H;
+    if (a.type == Type::kF32) {
+      std::memcpy(static_cast<float*>(a.v_pages) + at, a.v + row * a.H,
+                  static_cast<size_t>(a.H) * sizeof(float));
+    } else {
+      k.store_bf16(a.v + row * a.H, a.H, static_cast<uint16_t*>(a.v_pages) + at);
+    }
+    return;
+  }
   alignas(64) float turned[kMaxHead];
   for (int64_t head = 0; head < a.K; ++head) {
     const int64_t from = (row * a.K + head) * a.H, at = to + head * head_step(a);
@@ -127,6 +137,7 @@ struct Worker {
 
   int64_t bytes() const { return a.type == Type::kF32 ? 4 : 2; }
   const void* key_block(int64_t pos) const {
+    if (!a.k_pages) return value_block(pos);
     const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a) + pos % a.Z;
     return static_cast<const char*>(a.k_pages) + at * bytes();
   }
@@ -161,7 +172,7 @@ struct Worker {
     std::fill(keys + blocks, keys + kSpan / kKeys, keys[first]);
     std::fill(values + blocks, values + kSpan / kKeys, values[first]);
     k.attend[static_cast<int>(a.type)](AttentionTile{q, task.heads, task.rows, a.H, keys, values,
-                                                     a.Z, head_step(a), count, next, next_keys,
+                                                     a.k_pages ? a.Z : 0, head_step(a), count, next, next_keys,
                                                      low, high, a.softcap, out, peak, total});
   }
 

@@ -17,7 +17,8 @@ struct Attention {
   const float* cos;  // [T, half]: what q and k are turned by on their way; see Kernels::rotate
   const float* sin;
   int64_t half;
-  void* k_pages;   // [P, K, H, Z], updated in place; Z is a multiple of kKeys
+  void* k_pages;   // [P, K, H, Z], updated in place; Z is a multiple of kKeys. Null: keys are the
+                   // values, as of latent attention, with K = 1; then `k` is not looked at
   void* v_pages;   // [P, K, Z, H], likewise
   Type type;       // of the pages: kF32 or kBF16
   const int32_t* query_start;  // [S + 1]

@@ -33,7 +33,7 @@ def append(
       k: `[T, K, H]`, rotated.
       v: `[T, K, H]`.
       k_pages: `[P, K, H, Z]`; donate it, and it is updated in place.
-      v_pages: `[P, K, Z, H]` or `[P, K, H, Z]`, likewise.
+      v_pages: `[P, K, *value_shape(Z, H)]`, likewise.
       layout: where the rows sit; rows past their slot's pages write nothing.
       interpret: run the kernels as plain JAX, on any platform.
 
@@ -44,7 +44,7 @@ def append(
     visits = page_visits(layout, T, Z)
     single = layout.max_query == 1
     put = functools.partial(_put, visits=visits, single=single, interpret=interpret)
-    return put(k, k_pages, by_token=False), put(v, v_pages, by_token=by_token(k_pages, v_pages, H))
+    return put(k, k_pages, by_token=False), put(v, v_pages, by_token=values_by_token(H))
 
 
 def value_shape(page_tokens: int, head_dim: int) -> tuple[int, int]:
@@ -54,12 +54,12 @@ def value_shape(page_tokens: int, head_dim: int) -> tuple[int, int]:
     them go beside tokens, which do.
     """
     Z, H = page_tokens, head_dim
-    return (Z, H) if H % LANES == 0 else (H, Z)
+    return (Z, H) if values_by_token(H) else (H, Z)
 
 
-def by_token(k_pages: Pages, v_pages: Pages, head_dim: int) -> bool:
-    """Whether values are `[P, K, Z, H]`, not laid out as keys are."""
-    return v_pages.shape[2:] == (k_pages.shape[3], head_dim)
+def values_by_token(head_dim: int) -> bool:
+    """Whether values are `[P, K, Z, H]`, not laid out as keys are: see `value_shape`."""
+    return head_dim % LANES == 0
 
 
 def _put(

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..blocks import block_size, query_blocks
 from ..layout import Layout
 from ..quant_pages import Pages, QuantPages
-from .append import append, by_token
+from .append import append, values_by_token
 from .common import EXACT, LANES, VMEM_BYTES
 
 _MASKED = -1e30
@@ -71,8 +71,7 @@ def attention(
       k: `[T, K, H]`, rotated.
       v: `[T, K, H]`.
       k_pages: `[P, K, H, Z]`; donate it, and it is updated in place.
-      v_pages: `[P, K, Z, H]`, likewise; or `[P, K, H, Z]`, which takes less room where H is no
-        multiple of 128 (see `value_shape`).
+      v_pages: `[P, K, *value_shape(Z, H)]`, likewise.
       layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
         output is NaN; padding rows yield zeros.
       scale: factor on the scores, usually H ** -0.5.
@@ -106,7 +105,7 @@ def attention(
         softcap=softcap,
         quantised=quantised,
         sinks=sinks is not None,
-        by_token=by_token(k_pages, v_pages, H),
+        by_token=values_by_token(H),
     )
     out = _call(queries, sinks, k_pages, v_pages, layout, blocks, sizes, interpret)
     out = out.reshape(W, K, size, G, H).swapaxes(1, 2).reshape(W * size, N, H)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from compressed import COMPRESSED
@@ -51,7 +52,25 @@ def test_mxfp4_experts_have_the_values_that_transformers_gives_them(tmp_path) ->
     expected = convert_moe_packed_tensors(
         torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
     )
-    np.testing.assert_array_equal(dequantize(array), expected.numpy().swapaxes(1, 2))
+    expected = expected.numpy().swapaxes(1, 2)
+    np.testing.assert_array_equal(dequantize(array), expected)
+    np.testing.assert_array_equal(dequantize(checkpoint.load(name, slice(1, 2))), expected[1:2])
+
+
+@pytest.mark.parametrize("grid", [(3, 2, 2), (3, 1, 1), (3,), (3, 48, 1)])
+def test_fp8_experts_in_one_tensor(grid, tmp_path) -> None:
+    """With scales for blocks of 32 rows and 48 columns, for experts, and for rows."""
+    rng = np.random.default_rng(0)
+    name = "model.layers.0.mlp.experts.down_proj"
+    codes = rng.normal(0, 30, (3, 48, 64)).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.uniform(0.01, 0.02, grid).astype(np.float32)
+    save_file({name: codes, f"{name}_scale_inv": scale}, tmp_path / "model.safetensors")
+    checkpoint = open_prequantised(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 48]})
+    if grid == (3, 2, 2):
+        scale = np.repeat(np.repeat(scale, 32, 1), 48, 2)[:, :48, :64]
+    expected = codes.astype(np.float32) * scale.reshape(*scale.shape, *(1,) * (3 - scale.ndim))
+    np.testing.assert_array_equal(dequantize(checkpoint.load(name)), expected)
+    np.testing.assert_array_equal(dequantize(checkpoint.load(name, slice(1, 2))), expected[1:2])
 
 
 def test_every_width_of_packed_codes() -> None:

@@ -1,0 +1,54 @@
+"""Models on meshes of forced host devices give what one device gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+#: For each kind of model, weights and kernels, the meshes that must give one device's logits.
+JOBS = {
+    "dense": ["plain/tensor:2/data:2,tensor:2/sequence:4"],
+    "smollm2": ["smollm2/tensor:2/sequence:2,tensor:4"],
+    "few_kv_heads": ["groups/tensor:8", "one_kv_head/tensor:4"],
+    "norms": ["six_heads/tensor:4"],
+    "window": ["window/sequence:4", "window+float32+cpu/tensor:2"],
+    "experts": ["experts/expert:4/data:2,expert:2,tensor:2", "shared_expert/expert:2,tensor:2"],
+    "latent": ["latent/tensor:2/sequence:2,tensor:2"],
+    "quantised": [
+        "plain+int4+cpu/tensor:8",
+        "plain+int8/tensor:4",
+        "plain+int8+cpu/sequence:2,tensor:2",
+        "experts+int4+cpu/expert:2,tensor:2",
+    ],
+}
+
+
+def on_eight_devices(helpers_on_path: dict[str, str], *command: str) -> str:
+    environment = helpers_on_path | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    run = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_logits_equal_those_of_one_device(helpers_on_path: dict[str, str], kind: str) -> None:
+    assert on_eight_devices(helpers_on_path, "-m", "meshes", *JOBS[kind]) == "equal\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "meshes"),
+    [
+        ("plain", ["data:2,tensor:2", "sequence:4"]),
+        ("smollm2", ["tensor:2"]),
+        ("experts+int4+cpu", ["data:2,expert:2,tensor:2"]),
+    ],
+)
+def test_whole_engines_give_the_same_replies(
+    helpers_on_path: dict[str, str], kind: str, meshes: list[str]
+) -> None:
+    """Greedy, drawn, penalised and scored; and a prompt too long for one device's pages."""
+    assert on_eight_devices(helpers_on_path, "-m", "mesh_engines", kind, *meshes) == "equal\n"
