@@ -23,7 +23,7 @@ from .on_mesh import slot_spec
 from .pages import PAGE_TOKENS, pages_for
 from .programs import Programs
 from .sampling_params import MAX_TOP, SamplingParams
-from .steps import DecodeBatch, Outputs, PrefillBatch, Scores, State
+from .steps import DecodeBatch, PrefillBatch, State
 
 #: Steps by the number that stands for them between processes.
 STEPS = (steps.prefill, steps.decode, steps.decode_steps, steps.score)
@@ -103,7 +103,7 @@ class Device:
         step_of = STEPS[step]
         self.programs.prepare(step_of, self._params, self.cache, self.state, *batch, **static)
 
-    def run(self, step: int, arrays: Sequence[Any], repeat: int = 0) -> Outputs | Scores:
+    def run(self, step: int, arrays: Sequence[Any], repeat: int = 0) -> Any:
         """Runs a step: what it found may not be there yet.
 
         Args:
@@ -111,8 +111,11 @@ class Device:
           arrays: of `DecodeBatch` or `PrefillBatch` in their order, but without the page table,
             and `targets` after them for scores.
           repeat: how often, for `DECODE_STEPS`.
+
+        Returns:
+          `Outputs`, or `Scores` of `SCORE`.
         """
-        batch = self._batch(step, arrays)
+        batch: Any = self._batch(step, arrays)
         start = (self._params, self.cache, self.state)
         found: Any
         if step == PREFILL:
@@ -120,7 +123,7 @@ class Device:
         elif step == DECODE:
             self.cache, self.state, found = self.programs.decode(*start, *batch)
         elif step == DECODE_STEPS:
-            self.cache, self.state, found = self.programs.decode_steps(*start, *batch, repeat)
+            self.cache, self.state, found = self.programs.decode_steps(*start, batch[0], repeat)
         else:
             self.cache, self.state, found = self.programs.score(*start, *batch)
         return found
@@ -142,7 +145,7 @@ class Device:
         return (PrefillBatch(tokens, query_start, cached, pages, slots, samples), *rest)
 
     def _pages_of(self, slots: Any) -> Any:
-        """int32 `[B, M]`: the page table's rows of `slots`, those of the parts one after another."""
+        """int32 `[B, M]`: the table's rows of `slots`, those of the parts one after another."""
         own = slots.reshape(self._parts, -1)
         parts = np.arange(self._parts)[:, None]
         return self._table[parts, own].reshape(slots.size, -1)

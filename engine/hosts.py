@@ -20,7 +20,7 @@ from ..models.parameters import Params
 from ..sharding import Team
 from ..sharding.frames import Frame
 from .device import Device
-from .steps import Outputs, Scores, State
+from .steps import State
 
 _LOG = logging.getLogger("stoker")
 #: What process 0 tells the others.
@@ -79,7 +79,7 @@ class LeadingDevice(Device):
         with self._told(_PREPARE, step | repeat << _STEP_BITS, arrays):
             super().prepare(step, arrays, repeat)
 
-    def run(self, step: int, arrays: Sequence[Any], repeat: int = 0) -> Outputs | Scores:
+    def run(self, step: int, arrays: Sequence[Any], repeat: int = 0) -> Any:
         """As `Device.run`."""
         pages = np.array(self._pages_told, np.int32)
         self._pages_told.clear()
@@ -114,8 +114,8 @@ class LeadingDevice(Device):
             raise
 
 
-def follow(model: Model, team: Team) -> int:
-    """Makes the calls that process 0 makes, until it ends; returns its exit status."""
+def follow(model: Model, team: Team) -> None:
+    """Makes the calls that process 0 makes, until it sends this one off."""
     _LOG.info("process %d of %d follows process 0", team.hosts.index, team.hosts.count)
     devices: dict[int, Device] = {}
     while (frame := team.receive()).code != _END:
@@ -124,12 +124,11 @@ def follow(model: Model, team: Team) -> int:
         except Exception as error:
             team.fail_unless_lost(f"a step failed: {_line(error)}")
             raise
-    return frame.value
 
 
-def dismiss(team: Team, status: int) -> None:
-    """On process 0: ends `follow` in all others, which return `status`."""
-    team.send(Frame(_END, value=status))
+def dismiss(team: Team) -> None:
+    """On process 0: ends `follow` in all others."""
+    team.send(Frame(_END))
 
 
 def facts_of(model: Model) -> dict[str, str]:
@@ -183,13 +182,14 @@ def _make(frame: Frame, devices: dict[int, Device], model: Model) -> None:
 
 def _packed(row: State) -> tuple[Any, ...]:
     """The arrays of a row, without the zeros after what is known of its history."""
-    short = dataclasses.replace(row, history=np.trim_zeros(np.asarray(row.history), "b"))
+    known: Any = np.trim_zeros(np.asarray(row.history), "b")
+    short = dataclasses.replace(row, history=known)
     return tuple(jax.tree.leaves(short))
 
 
 def _unpacked(arrays: Sequence[Any], device: Device) -> State:
     row = jax.tree.unflatten(jax.tree.structure(device.state), arrays)
-    history = np.zeros(device.state.history.shape[1], np.int32)
+    history: Any = np.zeros(device.state.history.shape[1], np.int32)
     history[: len(row.history)] = row.history
     return dataclasses.replace(row, history=history)
 

@@ -120,6 +120,11 @@ class Watch(threading.Thread):
         """Ends the process, after telling the peers, which then end too."""
         self._finish(f"{self._label}: {message}" if message else "", message, status)
 
+    def fail_others(self, message: str, status: int) -> None:
+        """Ends the peers with a message and an exit status; this process sees to its own end."""
+        self._leaving = True
+        self._tell(_FAILED, {"text": message, "status": status})
+
     def leave(self, timeout_s: float) -> None:
         """Takes leave: from here on peers may go; returns once all have, or after `timeout_s`."""
         self._leaving = True
