@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from ..models.config import ModelConfig
 from ..models.ops.layout import DUMP_PAGE
+from ..models.pages import page_tokens
 from ..models.parameters import Params
 from . import steps
 from .cache import Cache, new_cache, token_bytes
 from .on_mesh import slot_spec
-from .pages import PAGE_TOKENS, pages_for
+from .pages import pages_for
 from .programs import Programs
 from .sampling_params import MAX_TOP, SamplingParams
 from .sampling_rows import pack_sampling
@@ -105,7 +106,7 @@ class Runner:
         self.programs = Programs(config, MAX_TOP, mesh)
         self._mesh = mesh
         self._parts = config.split.degree("slots")
-        self._page_tokens = PAGE_TOKENS * config.split.degree("context")
+        self._page_tokens = page_tokens(config.kernels) * config.split.degree("context")
         self.wait_s = 0.0
         self._params = params
         self._config = config

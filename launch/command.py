@@ -18,6 +18,7 @@ SUMMARIES = {
     "generate": "continues a text or answers a question, streamed",
     "chat": "a conversation in the terminal",
     "score": "perplexity and log-probabilities of a text",
+    "inspect": "what a checkpoint holds, from its headers alone",
     "convert": "a model as a checkpoint that loads fast, quantised if asked for",
     "bench": "speed of prefill and decode, beside what the hardware allows",
 }

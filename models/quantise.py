@@ -1,13 +1,16 @@
 """Dense matrices to quantised ones: groups of columns, each with the scale that errs least.
 
-With `minimum`, a group x of n columns becomes codes q in 0..15 and the pair (s, m) that minimises
-sum((x - s q - m)^2); without, codes in -127..127 or -8..7 and the s that minimises
-sum((x - s q)^2). For given codes these are least-squares problems with closed solutions::
+With `minimum`, a group x becomes codes q in 0..15 and the pair (s, m) that minimises
+sum(w (x - s q - m)^2); without, codes in -127..127 or -8..7 and the s that minimises
+sum(w (x - s q)^2). For given codes these are least-squares problems with closed solutions::
 
-    s = (n <x, q> - <x> <q>) / (n <q, q> - <q>^2),  m = (<x> - s <q>) / n
-    s = <x, q> / <q, q>
+    s = (<1> <x q> - <x> <q>) / (<1> <q q> - <q>^2),  m = (<x> - s <q>) / <1>
+    s = <x q> / <q q>
 
-(<> sums over the group), and for a given pair the best codes are x rounded to its grid. The search
+where <> sums over the group, each column times its w, and for a given pair the best codes are x
+rounded to its grid. The weight of a column is |x| plus a quarter of its mean over the group: large
+weights meet large activations more often than not, and with all columns alike the search cuts them
+off, which costs a model more than it gains. The search
 starts from a few grids that stretch over more or less of the group's range, takes the codes of
 each, solves for the pair, and keeps the pair that errs least; codes are then rounded once more to
 the grid of that pair as it is stored. Without search, the grid spans the range exactly.
@@ -36,7 +39,7 @@ FORMATS = {"int8": 8, "int4": 4}
 #: Signed ones are of the range on that side of zero where the largest magnitude is (negative: on
 #: the other side, where there is one code fewer).
 _STEPS = {
-    (8, False): (127.0, 115.0, 117.0, 119.0, 121.0, 123.0, 125.0, 129.0),
+    (8, False): (127.0, 119.0, 121.0, 123.0, 125.0, 126.0),
     (4, False): (-8.0, -9.0, -8.5, -7.5, -7.0, -6.5, 6.0, 6.5, 7.0, 7.5),
     (4, True): (15.0, 13.0, 13.5, 14.0, 14.5, 15.5, 16.0),
 }
@@ -277,9 +280,10 @@ def _symmetric(
         end = jnp.abs(end)
     if len(steps) == 1:
         return end / steps[0], None
-    _, squares, products = _sums(x, jnp.array(steps)[:, None] * _inverse(end), how)
+    grids = jnp.array(steps)[:, None] * _inverse(end)
+    _, squares, products = _sums(x, _weights(x), grids, how)
     fitted = products * _inverse(squares)
-    # The squared error is sum(x^2) less this.
+    # The error is <x x> less this.
     return _best(fitted, -fitted * products), None
 
 
@@ -287,30 +291,40 @@ def _with_minimum(
     x: jax.Array, how: Quantisation, steps: tuple[float, ...]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Scales and minima `[N]` of groups `x [group, N]`."""
-    low = x.min(axis=0)
+    low, weights = x.min(axis=0), _weights(x)
     # From the least value on: the sums below then lose nothing to a common offset.
     x = x - low
     width = x.max(axis=0)
     if len(steps) == 1:
         return width / steps[0], low
-    n, total = x.shape[0], jnp.sum(x, axis=0)
-    ones, squares, products = _sums(x, jnp.array(steps)[:, None] * _inverse(width), how)
-    fitted = (n * products - total * ones) * _inverse(n * squares - ones * ones)
-    offset = (total - fitted * ones) / n
-    # The squared error is sum(x^2) plus this.
+    whole, total = jnp.sum(weights, axis=0), jnp.sum(weights * x, axis=0)
+    grids = jnp.array(steps)[:, None] * _inverse(width)
+    ones, squares, products = _sums(x, weights, grids, how)
+    fitted = (whole * products - total * ones) * _inverse(whole * squares - ones * ones)
+    offset = (total - fitted * ones) * _inverse(whole)
+    # The error is <x x> plus this.
     error = -fitted * products - offset * total
     return _best(fitted, error), _best(offset, error) + low
 
 
+def _weights(x: jax.Array) -> jax.Array:
+    """How much an error in each column of groups `x [group, N]` counts; they average to one."""
+    size = jnp.abs(x)
+    mean = jnp.mean(size, axis=0)
+    return (size + 0.25 * mean) * _inverse(1.25 * mean)
+
+
 def _sums(
-    x: jax.Array, grids: jax.Array, how: Quantisation
+    x: jax.Array, weights: jax.Array, grids: jax.Array, how: Quantisation
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """<q>, <q, q> and <x, q>, each `[K, N]`, for the codes of `x [group, N]` by `grids [K, N]`."""
+    """<q>, <q q> and <x q>, each `[K, N]`, for the codes of `x [group, N]` by `grids [K, N]`."""
     ones = squares = products = jnp.zeros_like(grids)
     # Unrolled: XLA then makes one pass over the data; reductions would write all codes down.
-    for row in x:
+    for row, weight in zip(x, weights, strict=True):
         codes = _round(row, grids, how)
-        ones, squares, products = ones + codes, squares + codes * codes, products + row * codes
+        weighted = weight * codes
+        ones, squares = ones + weighted, squares + weighted * codes
+        products = products + row * weighted
     return ones, squares, products
 
 

@@ -11,7 +11,7 @@ from hf_models import make, reference_logits
 from running import CASES, CHUNK, LENGTH, logits_of, token_ids
 
 from stoker.models.loading import load_model
-from stoker.models.quantized import QuantArray
+from stoker.models.quantized import LogicalArray, QuantArray
 
 #: What a converter cannot say: no soft-caps, another NoPE interval, windows of Qwen2 and SmolLM3,
 #: a choice of layers or a second rotary base of Gemma 3's other than its own, shares of experts
@@ -92,5 +92,5 @@ def test_older_files_of_deepseek_hold_keys_and_values_together(quantisation: str
     expected = expected[LENGTH - 1 :]
     np.testing.assert_allclose(logits_of(model, CHUNK), expected, atol=1e-4, rtol=0)
     layer = model.params["layers"][0]
-    assert isinstance(layer["v_b"], QuantArray) == (quantisation == "Q8_0")
+    assert isinstance(layer["v_b"], LogicalArray) == (quantisation == "Q8_0")
     assert layer["k_b"].shape == (8, 96, 32) and layer["k_b"].dtype == np.float32

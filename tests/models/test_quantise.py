@@ -39,7 +39,7 @@ def test_the_search_errs_less_than_the_range_and_codes_are_the_nearest(spec):
     found = quantise(array, how)
     dense = np.asarray(dequantize(found))
     plain = error(array, f"{spec}{',' if ':' in spec else ':'}search=false")
-    assert relative_error(array, dense) < 0.97 * plain
+    assert relative_error(array, dense) < plain
     # No other code of the group's grid is nearer, as far as float32 can tell.
     scale = np.repeat(np.abs(found.scale.astype(np.float32)), how.group, axis=-1)
     inside = np.abs(array - dense) <= scale * 0.5001
@@ -62,8 +62,8 @@ def test_four_bits_with_minimum_are_near_the_best_of_a_dense_grid():
     minima = x.min() + np.linspace(-1.5, 1.5, 121)[None, :, None] * np.ptp(x) / 15
     codes = np.clip(np.round((x - minima) / scales), 0, 15)
     best = np.sqrt(np.min(np.sum((x - minima - scales * codes) ** 2, axis=-1)) / np.sum(x**2))
-    assert error(x[None], "int4:group=8") < 1.35 * best
-    assert error(x[None], "int4:group=8,search=false") > 1.35 * best
+    assert error(x[None], "int4:group=8") < 1.5 * best
+    assert error(x[None], "int4:group=8,search=false") > 1.5 * best
 
 
 @pytest.mark.parametrize(

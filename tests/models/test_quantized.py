@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from quantised import random_floats, random_levels
 
+from stoker.models.cutting import cut_columns, pad_rows
 from stoker.models.quantized import dequantize
+from stoker.sharding import Cut
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "float16", "bfloat16"])
@@ -35,3 +37,15 @@ def test_eight_bit_floats(kind: str) -> None:
     rows = np.array([3, 0, 3])
     np.testing.assert_array_equal(dequantize(jax.device_put(array)[rows]), expected[rows])
     assert array.nbytes == 5 * 96 + 5 * 2 * 4
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "float8_e4m3fn"])
+def test_parts_keep_their_values_and_are_padded_with_zeros(kind: str) -> None:
+    """Also where scales are powers of two, among which is no zero."""
+    array = random_floats(None, 5, kind) if kind.startswith("float") else random_levels(kind, 5)
+    dense = np.pad(np.asarray(dequantize(array)), [(0, 0), (0, 4)])
+    cut = Cut(40, ((0, 40), (40, 80), (80, 96)))
+    parts = [np.asarray(dequantize(part)) for part in cut_columns(array, cut)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1)[:, :100], dense)
+    padded = np.asarray(dequantize(pad_rows(array, 8)))
+    np.testing.assert_array_equal(padded, np.pad(dense[:, :96], [(0, 3), (0, 0)]))

@@ -2,6 +2,7 @@
 
 from .attention import attention
 from .grouped import grouped_gated_matmul, grouped_products
+from .latent import latent_attention
 from .library import ISAS, Library, load, why_unavailable
 from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
@@ -19,6 +20,7 @@ __all__ = [
     "grouped_gated_matmul",
     "grouped_products",
     "largest",
+    "latent_attention",
     "load",
     "logsumexp",
     "matmul",

@@ -1,7 +1,8 @@
 // Attention of one tile of query rows over one span of keys, and the folding of spans.
 //
-// Scores and weighted sums are chains in order of head element and of key position, and spans are
-// aligned by position, so a row's bits do not depend on which rows or chunks it is computed with.
+// Scores and weighted sums are chains in order of head element and of key position (scores with keys
+// that lie one after the other: a chain for each lane, summed in one order), and spans are aligned
+// by position, so a row's bits do not depend on which rows or chunks it is computed with.
 namespace stoker::STOKER_ISA {
 
 template <typename T>
@@ -44,6 +45,33 @@ static void score_block(const float* q, int64_t H, const void* const* blocks, in
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
     STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
       store(scores + r * kSpan + key + v * kLanes, total[r][v]);
+    }
+  }
+}
+
+// The same where one key lies after the other: sums of kLanes chains for each score.
+template <typename T, int kKeysAtOnce, int kCount>
+static void score_tokens(const float* q, int64_t H, const void* const* blocks, int64_t key,
+                         float* scores) {
+  F total[kCount][kKeysAtOnce];
+  const T* token[kKeysAtOnce];
+  STOKER_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) {
+    const int64_t at = key + i;
+    token[i] = static_cast<const T*>(blocks[at / kKeys]) + at % kKeys * H;
+    STOKER_UNROLL for (int r = 0; r < kCount; ++r) total[r][i] = zero();
+  }
+  for (int64_t h = 0; h < H; h += kLanes) {
+    const int64_t left = std::min<int64_t>(kLanes, H - h);
+    F k[kKeysAtOnce];
+    STOKER_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) k[i] = load_head(token[i] + h, left);
+    STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+      const F x = load_n(q + r * H + h, left);
+      STOKER_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) total[r][i] = fma(x, k[i], total[r][i]);
+    }
+  }
+  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+    STOKER_UNROLL for (int i = 0; i < kKeysAtOnce; ++i) {
+      scores[r * kSpan + key + i] = reduce_add(total[r][i]);
     }
   }
 }
@@ -174,8 +202,9 @@ struct Round {
   // Asks for what comes next, so that it is there when this round is done.
   void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
     constexpr int64_t kBytes = kKeys * static_cast<int64_t>(sizeof(T));
-    const int64_t rows = !keys || tile.key_step == kKeys ? 64 / kBytes : 1;
-    const int64_t step = (keys ? tile.key_step : kKeys) * static_cast<int64_t>(sizeof(T));
+    const bool packed = !keys || tile.key_step == kKeys || tile.key_step == 0;
+    const int64_t rows = packed ? 64 / kBytes : 1;
+    const int64_t step = (packed ? kKeys : tile.key_step) * static_cast<int64_t>(sizeof(T));
     for (; key < end; key += kKeys) {
       const char* block = static_cast<const char*>(pages[key / kKeys]) + head * head_bytes;
       for (int64_t h = 0; h < tile.H; h += rows) prefetch(block + h * step);
@@ -183,6 +212,16 @@ struct Round {
   }
 
   void score(int64_t head, int64_t key, float* scores) {
+    if (tile.key_step == 0) {
+      take(tile.k, head, key, false);  // they lie as values do
+      for (int64_t at = key; at < key + kLength; at += kScoreVectors) {
+        by_rows(tile.rows, [&](int64_t r, auto count) {
+          score_tokens<Read, kScoreVectors, decltype(count)::value>(
+              tile.q + (head * tile.rows + r) * tile.H, tile.H, blocks, at, scores + r * kSpan);
+        });
+      }
+      return;
+    }
     const int64_t step = kWide ? kKeys : tile.key_step;
     take(tile.k, head, key, true);
     for (int64_t at = key; at < key + kLength; at += kVectors * kLanes) {

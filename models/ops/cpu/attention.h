@@ -17,7 +17,8 @@ struct Attention {
   const float* cos;  // [T, half]: what q and k are turned by on their way; see Kernels::rotate
   const float* sin;
   int64_t half;
-  void* k_pages;   // [P, K, H, Z], updated in place; Z is a multiple of kKeys
+  void* k_pages;   // [P, K, H, Z], updated in place; Z is a multiple of kKeys. Null: keys are the
+                   // values, as of latent attention, with K = 1; then `k` is not looked at
   void* v_pages;   // [P, K, Z, H], likewise
   Type type;       // of the pages: kF32 or kBF16
   const int32_t* query_start;  // [S + 1]
@@ -27,6 +28,9 @@ struct Attention {
   int64_t window;  // tokens that a row sees, itself included; 0: all
   float softcap;   // 0: none
   float scale;
+  int64_t rank;        // of latent attention: elements before those that cos and sin turn
+  const float* norm;   // [rank] of it: what these go through an RMS norm with; null: none
+  float eps;
   const float* sinks;  // [N] scores that weigh in every softmax and have no value; null: none
   float* out;      // [T, N, H]
 };

@@ -12,7 +12,7 @@ from .library import load, why_unavailable
 from .matmul import isa_number
 
 #: Widest head that the kernels take, kMaxHead in kernels.h.
-MAX_HEAD = 512
+MAX_HEAD = 640
 #: Neighbouring keys that the kernels take at once, kKeys in kernels.h.
 KEYS = 16
 _PAGES = (jnp.float32, jnp.bfloat16)

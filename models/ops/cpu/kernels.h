@@ -12,7 +12,7 @@ constexpr int kMaxRows = 4;    // activation rows that one micro-kernel call tak
 constexpr int kMaxTiles = 2;   // and packed tiles
 constexpr int kSpan = 256;     // keys that attention takes in one round, aligned by position
 constexpr int kKeys = 16;      // keys that lie together in a page: pages hold whole blocks of them
-constexpr int kMaxHead = 512;  // widest head
+constexpr int kMaxHead = 640;  // widest head, or latent vector
 constexpr int kMaxQueries = 48;           // query rows of one attention tile at most
 constexpr int kQueryFloats = 16 * 1024;   // and their elements at most
 
@@ -87,7 +87,8 @@ struct AttentionTile {
   int64_t rows;
   int64_t H;
   // The first head's part of each block of kKeys keys in the span, each one readable: element h of
-  // the keys at h * key_step, the values of one key after the other. Heads are head_step apart.
+  // the keys at h * key_step, or with a step of 0 one key after the other, as the values always.
+  // Heads are head_step apart.
   const void* const* k;
   const void* const* v;
   int64_t key_step;

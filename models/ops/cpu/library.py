@@ -15,6 +15,7 @@ _TARGETS = (
     "stoker_matmul",
     "stoker_grouped_matmul",
     "stoker_attention",
+    "stoker_latent_attention",
     "stoker_sample",
     "stoker_logsumexp",
     "stoker_largest",

@@ -21,7 +21,7 @@ _ROWS, _OUTPUTS, _BYTES = 64, 64, 64
 _PROGRAMS = 264
 _EXACT = jax.lax.Precision.HIGHEST
 _CODES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
-_SCALES = ("float32", "float16", "bfloat16", "int8", "uint8")
+_SCALES = ("float32", "float16", "bfloat16", "int8", "uint8", "float8_e4m3fn", "float8_e8m0fnu")
 
 
 def why_unsupported(weight: Weight) -> str | None:
@@ -43,7 +43,7 @@ def why_unsupported(weight: Weight) -> str | None:
     for part in (weight.scale, weight.minimum, weight.super_scale, weight.super_minimum):
         if part is not None and str(part.dtype) not in _SCALES:
             return f"scales of {part.dtype} are not read"
-        share = 1 if part is None else groups // part.shape[-1]
+        share = 1 if part is None else _share(groups, part)
         if share & (share - 1):
             return f"{share} groups to a factor are no power of two"
     return None
@@ -54,7 +54,7 @@ class _Format:
     """How codes are read; see `QuantArray`. `span` and `width` count bytes of a row.
 
     `shares` are groups to a factor of scales and of minima, or 0; `minimum` tells whether there
-    are minima. A dense array has 0 bits.
+    are minima, `exponents` whether scales are powers of two. A dense array has 0 bits.
     """
 
     bits: int
@@ -64,6 +64,7 @@ class _Format:
     levels: tuple[float, ...] = ()
     minimum: bool = False
     shares: tuple[int, int] = (0, 0)
+    exponents: bool = False
 
 
 def matmul(
@@ -181,7 +182,7 @@ def _format_of(weight: Weight) -> tuple[_Format, list[jax.Array]]:
         return _Format(bits=0, width=weight.shape[-1]), [weight]
     leaves = [weight.codes, weight.scale, weight.minimum, weight.super_scale, weight.super_minimum]
     groups = weight.scale.shape[-1]
-    shares = tuple(0 if part is None else groups // part.shape[-1] for part in leaves[3:])
+    shares = tuple(0 if part is None else _share(groups, part) for part in leaves[3:])
     return _Format(
         bits=weight.bits,
         width=weight.codes.shape[-1],
@@ -190,7 +191,20 @@ def _format_of(weight: Weight) -> tuple[_Format, list[jax.Array]]:
         levels=tuple(getattr(weight, "levels", ())),
         minimum=weight.minimum is not None,
         shares=(shares[0], shares[1]),
-    ), [leaf for leaf in leaves if leaf is not None]
+        exponents=weight.scale.dtype == jnp.float8_e8m0fnu,
+    ), [_loadable(leaf) for leaf in leaves if leaf is not None]
+
+
+def _share(groups: int, factor: jax.Array) -> int:
+    """Groups to a factor; where a row has one only, any number that is enough."""
+    return pl.next_power_of_2(groups) if factor.shape[-1] == 1 else groups // factor.shape[-1]
+
+
+def _loadable(leaf: jax.Array) -> jax.Array:
+    """Exponents as bytes, since Triton has no type of them alone."""
+    if leaf.dtype != jnp.float8_e8m0fnu:
+        return leaf
+    return jax.lax.bitcast_convert_type(leaf, jnp.uint8)
 
 
 def _kernel(
@@ -264,6 +278,8 @@ def _factors(
             mask=jnp.broadcast_to(output[:, None], (output.shape[0], width)),
             other=_zero(ref),
         )
+        if format_.exponents:
+            return jax.lax.bitcast_convert_type(values.astype(jnp.int32) << 23, jnp.float32)
         return values.astype(jnp.float32)
 
     results = []
@@ -284,7 +300,7 @@ def _spread(values: jax.Array, width: int) -> jax.Array:
 
 
 def _widen(codes: jax.Array, factors: list[jax.Array], format_: _Format) -> list[jax.Array]:
-    """Weights of some bytes, `[outputs, bytes]`: of low and of high halves, where codes are 4-bit."""
+    """Weights of some bytes, `[outputs, bytes]`: of low and high halves, where codes are 4-bit."""
     if not format_.bits:
         return [codes]
     if format_.bits == 8:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from compressed import COMPRESSED
@@ -27,8 +29,10 @@ def test_every_matrix_has_the_values_of_its_format(name: str, tmp_path) -> None:
         array = checkpoint.load(tensor)
         assert checkpoint.tensors[tensor].shape == array.shape == expected.shape
         np.testing.assert_array_equal(dequantize(array), expected)
-        part = checkpoint.load(tensor, slice(3, 11))
-        np.testing.assert_array_equal(dequantize(part), expected[3:11])
+        for rows in (slice(3, 11), slice(8, 16), slice(0, 1)):
+            part = checkpoint.load(tensor, rows)
+            np.testing.assert_array_equal(dequantize(part), expected[rows])
+            assert jax.tree.structure(part) == jax.tree.structure(array)
 
 
 @pytest.mark.reference
@@ -51,7 +55,25 @@ def test_mxfp4_experts_have_the_values_that_transformers_gives_them(tmp_path) ->
     expected = convert_moe_packed_tensors(
         torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
     )
-    np.testing.assert_array_equal(dequantize(array), expected.numpy().swapaxes(1, 2))
+    expected = expected.numpy().swapaxes(1, 2)
+    np.testing.assert_array_equal(dequantize(array), expected)
+    np.testing.assert_array_equal(dequantize(checkpoint.load(name, slice(1, 2))), expected[1:2])
+
+
+@pytest.mark.parametrize("grid", [(3, 2, 2), (3, 1, 1), (3,), (3, 48, 1)])
+def test_fp8_experts_in_one_tensor(grid, tmp_path) -> None:
+    """With scales for blocks of 32 rows and 48 columns, for experts, and for rows."""
+    rng = np.random.default_rng(0)
+    name = "model.layers.0.mlp.experts.down_proj"
+    codes = rng.normal(0, 30, (3, 48, 64)).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.uniform(0.01, 0.02, grid).astype(np.float32)
+    save_file({name: codes, f"{name}_scale_inv": scale}, tmp_path / "model.safetensors")
+    checkpoint = open_prequantised(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 48]})
+    if grid == (3, 2, 2):
+        scale = np.repeat(np.repeat(scale, 32, 1), 48, 2)[:, :48, :64]
+    expected = codes.astype(np.float32) * scale.reshape(*scale.shape, *(1,) * (3 - scale.ndim))
+    np.testing.assert_array_equal(dequantize(checkpoint.load(name)), expected)
+    np.testing.assert_array_equal(dequantize(checkpoint.load(name, slice(1, 2))), expected[1:2])
 
 
 def test_every_width_of_packed_codes() -> None:
@@ -76,6 +98,6 @@ def test_minima_of_float32_scales_are_a_rounding_apart() -> None:
 
 def test_odd_groups_of_small_codes_take_eight_bits() -> None:
     codes = np.arange(30, dtype=np.uint8).reshape(2, 15) % 16
-    array = integers(codes, np.full((2, 3), 0.5, np.float16), 8, 4, 5)
+    array = integers(codes, np.full((2, 3), 0.5, np.float16), 8, 4, 5, symmetric=True)
     assert array.bits == 8
     np.testing.assert_array_equal(dequantize(array), (codes.astype(int) - 8) * 0.5)

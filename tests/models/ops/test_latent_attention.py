@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from stoker.models import ops
 from stoker.models.config import Kernels
+from stoker.models.ops import cpu, xla
 from stoker.models.ops.layout import Layout
 
 R, ROPE, N, Z, M = 24, 8, 4, 16, 12
@@ -46,21 +48,23 @@ def case(rows: list[int], cached: list[int], padding: int):
     return q, latent, pages, layout, histories
 
 
-@pytest.mark.parametrize("platform", ["xla", "cpu"])
+LIBRARY = cpu.load()
+assert LIBRARY is not None, cpu.why_unavailable()
+IMPLEMENTATIONS = {
+    "xla": xla.latent_attention,
+    **{isa: functools.partial(cpu.latent_attention, isa=isa) for isa in LIBRARY.isas},
+}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("rows", "cached", "padding"),
     [([1, 1, 1], [0, 17, 150], 0), ([5, 1, 0, 33], [0, 140, 3, 15], 6), ([70], [100], 2)],
 )
-def test_rows_equal_expanded_attention(platform, rows, cached, padding) -> None:
+def test_rows_equal_expanded_attention(name, rows, cached, padding) -> None:
     q, latent, pages, layout, histories = case(rows, cached, padding)
-    out, after = ops.latent_attention(
-        *map(jnp.float32, (q, latent)),
-        jnp.asarray(pages),
-        layout,
-        Kernels(platform),
-        rank=R,
-        scale=0.3,
-    )
+    arrays = (jnp.float32(q), jnp.float32(latent), jnp.asarray(pages))
+    out, after = IMPLEMENTATIONS[name](*arrays, layout, rank=R, scale=0.3)
     at = 0
     for s, history in enumerate(histories):
         for r in range(rows[s]):
@@ -78,9 +82,8 @@ def test_rows_equal_expanded_attention(platform, rows, cached, padding) -> None:
 def test_a_row_past_its_pages_is_not_a_number_and_writes_nothing() -> None:
     q, latent, pages, layout, _ = case([1, 1], [M * Z - 1, 5], 0)
     layout = dataclasses.replace(layout, kv_lens=jnp.array([M * Z + 1, 6], jnp.int32))
-    out, after = ops.latent_attention(
-        *map(jnp.float32, (q, latent)), jnp.asarray(pages), layout, Kernels(), rank=R, scale=0.3
-    )
+    arrays = (jnp.float32(q), jnp.float32(latent), jnp.asarray(pages))
+    out, after = xla.latent_attention(*arrays, layout, rank=R, scale=0.3)
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
     own = np.asarray(layout.page_table[0])
     np.testing.assert_array_equal(after[own], pages[own])

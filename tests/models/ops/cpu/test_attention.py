@@ -48,7 +48,7 @@ CASES = {
     "window": Case((50, 1), (600, 20), N=4, K=4, H=80, Z=48, window=16),
     "wide_window_and_cap": Case((50, 3), (600, 520), N=4, K=2, H=20, Z=64, window=270, softcap=3.0),
     "bfloat16_pages": Case((30, 1), (300, 40), N=16, K=1, H=128, Z=32, dtype="bfloat16"),
-    "widest_head": Case((2,), (30,), N=2, K=1, H=512),
+    "widest_head": Case((2,), (30,), N=2, K=1, H=640),
     "odd_head": Case((9,), (70,), N=3, K=3, H=13),
     "sinks": Case((50, 1, 1), (600, 20, 1), N=9, K=3, H=20, sinks=True),
     "sinks_and_window": Case((20,), (600,), N=4, K=2, window=270, dtype="bfloat16", sinks=True),
