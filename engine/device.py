@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..models.config import ModelConfig
 from ..models.ops.layout import DUMP_PAGE
+from ..models.pages import page_tokens
 from ..models.parameters import Params
 from . import steps
 from .cache import Cache, new_cache
 from .on_mesh import slot_spec
-from .pages import PAGE_TOKENS, pages_for
+from .pages import pages_for
 from .programs import Programs
 from .sampling_params import MAX_TOP, SamplingParams
 from .steps import DecodeBatch, PrefillBatch, State
@@ -61,7 +62,7 @@ class Device:
         self.programs = Programs(config, MAX_TOP, mesh)
         self._mesh = mesh
         self._parts = config.split.degree("slots")
-        self._page_tokens = PAGE_TOKENS * config.split.degree("context")
+        self._page_tokens = page_tokens(config.kernels) * config.split.degree("context")
         self._params = params
         self._config = config
         self._slots = slots

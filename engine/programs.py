@@ -219,7 +219,7 @@ def _on(mesh: Mesh, specs: Any) -> Any:
 
 def cache_copies(program: jax.stages.Compiled, cache: Cache) -> list[str]:
     """The instructions of a compiled step that copy a whole page buffer: none, if all is well."""
-    names = {"float32": "f32", "bfloat16": "bf16"}
+    names = {"float32": "f32", "bfloat16": "bf16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
     shapes = [(x.dtype, x.sharding.shard_shape(x.shape)) for x in cache[0]]
     kinds = (f"{names[str(dtype)]}[{','.join(map(str, shape))}]" for dtype, shape in shapes)
     copy = re.compile(rf"= ({'|'.join(map(re.escape, kinds))})\S* copy(-start)?\(")

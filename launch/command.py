@@ -20,6 +20,7 @@ SUMMARIES = {
     "generate": "continues a text or answers a question, streamed",
     "chat": "a conversation in the terminal",
     "score": "perplexity and log-probabilities of a text",
+    "inspect": "what a checkpoint holds, from its headers alone",
     "convert": "a model as a checkpoint that loads fast, quantised if asked for",
     "bench": "speed of prefill and decode, beside what the hardware allows",
 }
@@ -80,7 +81,7 @@ class Command:
             return self._fail(f"out of memory: {str(error).splitlines()[0]}", FAILED)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-            return INTERRUPTED, "it was interrupted"
+            return INTERRUPTED, ""
         except BrokenPipeError:
             # The reader has gone (as `head` does): nothing is left to say, nor anyone to hear it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from ..engine.engine import Engine
 from ..engine.sampling_params import SamplingParams
 from ..engine.shapes import Shapes
-from ..models.config import ACTIVATION_TYPES, DTYPES, PLATFORMS
+from ..models.config import ACTIVATION_TYPES, DTYPES, KV_DTYPES, PLATFORMS
 from ..models.errors import StokerError
 from ..models.loading import Model, load_model
 from ..models.sources import DEFAULT_MODEL, byte_bar, cache_folder
@@ -62,7 +62,7 @@ def define_model_flags(
     flags.DEFINE_enum(
         "kv_dtype",
         None,
-        DTYPES,
+        KV_DTYPES,
         "Type of cached keys and values: by default --dtype, but bfloat16 beside int8 activations.",
         flag_values=values,
     )
@@ -70,8 +70,8 @@ def define_model_flags(
         "kernels",
         None,
         PLATFORMS,
-        "Who does the arithmetic: xla, the reference, or cpu, the compiled kernels; by default the "
-        "fastest that this machine has.",
+        "Who does the arithmetic: xla, the reference; cpu, the compiled kernels; tpu or gpu, the "
+        "Pallas kernels. By default the fastest that this machine has.",
         flag_values=values,
     )
     flags.DEFINE_enum(

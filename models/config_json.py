@@ -12,7 +12,7 @@ from .config import ModelConfig
 from .errors import StokerError
 
 #: Fields that a run decides, not a checkpoint.
-RUN_FIELDS = frozenset({"dtype", "kv_dtype", "kernels"})
+RUN_FIELDS = frozenset({"dtype", "kv_dtype", "kernels", "split"})
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:

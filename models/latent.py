@@ -52,19 +52,18 @@ def latent_block(
         norm = (weights["q_a_norm"], eps)
         (q,) = ops.products(q, (weights["q_b"],), config.kernels, norm=norm)
     q = q.reshape(T, -1, latent.head_dim)
-    plain, turned = q[..., : latent.nope_dim], ops.rotate(q[..., latent.nope_dim :], cos, sin)
-    plain = ops.head_matmul(plain, weights["k_b"], config.kernels)
-    vector = ops.rms_norm(kv[:, : latent.kv_rank], weights["kv_a_norm"], eps)
-    key = ops.rotate(kv[:, None, latent.kv_rank :], cos, sin)[:, 0]
+    plain = ops.head_matmul(q[..., : latent.nope_dim], weights["k_b"], config.kernels)
     attend = ops.latent_attention
     if context:
         attend = functools.partial(ops.shared_latent_attention, axes=context)
     out, pages = attend(
-        jnp.concatenate([plain, turned], axis=-1),
-        jnp.concatenate([vector, key], axis=-1),
+        jnp.concatenate([plain, q[..., latent.nope_dim :]], axis=-1),
+        kv,
         pages,
         layout,
         config.kernels,
+        norm=(weights["kv_a_norm"], eps),
+        turn=(cos, sin),
         rank=latent.kv_rank,
         scale=config.score_scale,
     )

@@ -17,7 +17,7 @@ from .errors import StokerError
 from .host_arrays import Empty, aligned_empty
 from .ops.cpu import PackedArray, can_pack, pack
 from .parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
-from .quantized import QuantArray, dequantize
+from .quantized import QuantArray, dequantize, ready
 
 #: Rows of a parameter (elements of its first axis), with NumPy leaves.
 Read = Callable[[slice], Any]
@@ -107,6 +107,8 @@ def place_parameter(
             if devices and packs and isinstance(value, QuantArray):
                 with jax.default_device(devices[0]):
                     value = pack(value, empty) if can_pack(value) else dequantize(value)
+            if config.kernels.platform == "tpu" and isinstance(value, QuantArray):
+                value = ready(value)
             for device in devices:
                 placed[device] = jax.device_put(value, device)
     some = next(iter(placed.values()))

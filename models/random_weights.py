@@ -19,7 +19,7 @@ from .errors import StokerError
 from .ops import cpu
 from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
 from .parts import Latent, Router
-from .quantized import E2M1, QuantArray
+from .quantized import E2M1, QuantArray, ready
 from .rotary import yarn_factors
 
 #: Formats of the matrices: dense types, codes in groups of 32 with a float16 scale (int4 with a
@@ -107,8 +107,15 @@ def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
             values[name] = fill(parameter.shape, parameter.dtype)
         else:
             array = _quantised(rng, parameter.shape, weights)
-            values[name] = cpu.pack(array) if config.kernels.platform == "cpu" else array
+            values[name] = _ready(array, config)
     return unflatten(abstract, jax.tree.map(jnp.asarray, values))
+
+
+def _ready(array: QuantArray, config: ModelConfig) -> Any:
+    """A quantised matrix as `config.kernels` read it."""
+    if config.kernels.platform == "cpu":
+        return cpu.pack(array)
+    return ready(array) if config.kernels.platform == "tpu" else array
 
 
 def _quantised(rng: np.random.Generator, shape: tuple[int, ...], weights: str) -> QuantArray:

@@ -18,10 +18,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...sharding import RULES, Rules, sharding
+from ...sharding import Rules
 from ..config import ModelConfig
 from ..errors import StokerError
-from ..parameters import Params, abstract_params, is_weight, named_parameters, unflatten
+from ..parameters import (
+    Parameter,
+    Params,
+    abstract_params,
+    is_weight,
+    named_parameters,
+    unflatten,
+)
+from ..placement import cuts_of, place_parameter, split_config
 from ..quantized import QuantArray
 from .manifest import DTYPES, Leaf, Manifest, Stored, compare_leaves, read_manifest
 
@@ -94,17 +102,19 @@ def restore_params(
     config: ModelConfig,
     *,
     mesh: jax.sharding.Mesh | None = None,
-    rules: Rules = RULES,
+    rules: Rules | None = None,
 ) -> Params:
     """The parameters of an Orbax checkpoint, each device reading its own shards.
 
     Tree, shapes and types are compared with `abstract_params(config)` before anything is read.
+    Where a parameter does not divide evenly, and its parts are padded or repeated, it is read
+    whole and cut as `place_parameter` does.
 
     Args:
       path: a folder that `save_params` or `stoker convert` wrote.
       config: the architecture.
-      mesh: where to put them; None: the default device.
-      rules: how their axes are split over it.
+      mesh: where to put them, as `split_config(config, mesh, rules)` says; None: on one device.
+      rules: in place of those of `sharding.RULES` for the logical axes they name.
 
     Raises:
       StokerError: an array is missing, extra, transposed or otherwise of another shape, or of
@@ -116,22 +126,49 @@ def restore_params(
         raise StokerError(f"'{folder}' keeps its arrays as {manifest.storage}; use load_model")
     manifest.check(config)
     compare_leaves(OrbaxArrays(folder, manifest).leaves(), manifest.leaves)
+    if mesh is not None:
+        config = split_config(config, mesh, rules)
     abstract = dict(named_parameters(abstract_params(config)))
     one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = {}
+    shardings: dict[str, jax.sharding.Sharding] = {}
     for name, parameter in abstract.items():
-        for leaf, info in manifest.parameters[name].arrays().items():
-            shardings[leaf] = (
-                one_device if mesh is None else sharding(parameter.axes, info.shape, mesh, rules)
-            )
+        stored = manifest.parameters[name]
+        if mesh is None:
+            shardings |= dict.fromkeys(stored.arrays(), one_device)
+        elif _divides(parameter, stored, config):
+            spec = config.split.spec(parameter.axes)
+            shardings |= dict.fromkeys(stored.arrays(), jax.sharding.NamedSharding(mesh, spec))
     ocp = _orbax()
+    arrays = _restore(
+        folder,
+        {name: leaf for name, leaf in manifest.leaves.items() if name in shardings},
+        lambda name, leaf: ocp.ArrayRestoreArgs(sharding=shardings[name], global_shape=leaf.shape),
+    )
+    whole, values = OrbaxArrays(folder, manifest), {}
+    for name, parameter in abstract.items():
+        stored = manifest.parameters[name]
+        if stored.arrays().keys() <= shardings.keys():
+            values[name] = stored.assemble(arrays)
+            continue
+        assert mesh is not None
+        value = stored.assemble(whole.load(stored))
 
-    def arguments(name: str, leaf: Leaf) -> Any:
-        return ocp.ArrayRestoreArgs(sharding=shardings[name], global_shape=leaf.shape)
+        def read(rows: slice, value: Any = value) -> Any:
+            return jax.tree.map(lambda leaf: leaf[rows], value)
 
-    arrays = _restore(folder, manifest.leaves, arguments)
-    values = {name: manifest.parameters[name].assemble(arrays) for name in abstract}
+        values[name] = place_parameter(parameter, config, mesh, read)
     return unflatten(abstract_params(config), values)
+
+
+def _divides(parameter: Parameter, stored: Stored, config: ModelConfig) -> bool:
+    """Whether devices hold equal parts of every array of a parameter, as it is stored."""
+    if stored.quantised and config.kernels.platform == "cpu":
+        return False  # Packed part by part.
+    cuts = cuts_of(parameter, config)
+    even = all(cut.padded == size for cut, size in zip(cuts, parameter.shape, strict=True))
+    groups = (leaf.shape[-1] % cuts[-1].degree == 0 for leaf in stored.leaves.values())
+    whole_groups = not stored.quantised or cuts[-1].width % stored.statics["group"] == 0
+    return even and all(groups) and whole_groups
 
 
 class OrbaxArrays:

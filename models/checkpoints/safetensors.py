@@ -111,11 +111,14 @@ class SafetensorsCheckpoint:
                 )
         return cls(tuple(folder / name for name in names), tensors, total, maps)
 
-    def load(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """A copy of a tensor, or of a slice of its rows, in the file's own type."""
+    def load(
+        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> np.ndarray:
+        """A copy of a tensor, or of a slice of its rows and columns, in the file's own type."""
         info = self.tensors[name]
         flat = np.frombuffer(self._maps[name], np.uint8, info.nbytes, info.offset)
-        stored = flat.view(_DTYPES[info.dtype]).reshape(info.shape)[rows]
+        stored = flat.view(_DTYPES[info.dtype]).reshape(info.shape)
+        stored = stored[(rows, columns)[: stored.ndim]]
         copy = aligned_empty(stored.shape, stored.dtype)
         copy[...] = stored
         return copy

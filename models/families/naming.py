@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,16 @@ HF_POST_NORMS: Mapping[str, str] = types.MappingProxyType(
         "attn_post_norm": f"{_HF_LAYER}post_attention_layernorm.weight",
         "mlp_norm": f"{_HF_LAYER}pre_feedforward_layernorm.weight",
         "mlp_post_norm": f"{_HF_LAYER}post_feedforward_layernorm.weight",
+    }
+)
+#: The same where transformers keeps all experts of a layer in one tensor, `[E, outputs, inputs]`,
+#: as it does in memory and, if told to, in files.
+HF_STACKED: Mapping[str, str] = types.MappingProxyType(
+    {
+        "router": f"{_HF_LAYER}mlp.gate.weight",
+        "expert_gate": f"{_HF_LAYER}mlp.experts.gate_up_proj",
+        "expert_up": f"{_HF_LAYER}mlp.experts.gate_up_proj",
+        "expert_down": f"{_HF_LAYER}mlp.experts.down_proj",
     }
 )
 #: Parameter to tensor in GGUF files.
@@ -146,8 +156,15 @@ class Naming:
             )
         return fields
 
-    def fitting(self, tensors: Container[str]) -> Naming:
-        """The naming of a checkpoint with these tensors, where a format has several."""
+    def fitting(self, tensors: Collection[str]) -> Naming:
+        """The naming of a checkpoint with these tensors, where a format has several.
+
+        Here `HF_STACKED`, where these names are for experts one by one and the files have them so.
+        """
+        ending = HF_STACKED["expert_gate"].rpartition("}")[2]
+        one_by_one = "{expert}" in self.tensors["expert_gate"]
+        if one_by_one and any(name.endswith(ending) for name in tensors):
+            return dataclasses.replace(self, tensors={**self.tensors, **HF_STACKED})
         return self
 
     def unread(self, name: str, config: ModelConfig) -> bool:

@@ -35,6 +35,7 @@ class Vocabulary:
       add_bos: `encode` puts `bos_id` first.
       add_eos: `encode` puts `eos_id` last.
       chat_template: Jinja template of a conversation, if any.
+      template_source: file or key that it is from, for people; empty without one.
     """
 
     tokens: tuple[str, ...]
@@ -45,6 +46,7 @@ class Vocabulary:
     add_bos: bool = False
     add_eos: bool = False
     chat_template: str | None = None
+    template_source: str = ""
 
 
 class Tokenizer(abc.ABC):
@@ -112,6 +114,11 @@ class Tokenizer(abc.ABC):
     def chat_template(self) -> str | None:
         """Jinja template of a conversation that the model came with, or None."""
         return self._vocabulary.chat_template
+
+    @property
+    def template_source(self) -> str:
+        """File or key that the chat template is from; empty without one."""
+        return self._vocabulary.template_source
 
     @property
     def bos_token(self) -> str:

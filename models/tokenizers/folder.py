@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
@@ -13,13 +14,15 @@ from sentencepiece import sentencepiece_model_pb2
 from ..errors import StokerError
 from ..json_files import read_json, read_text
 from .base import Tokenizer, TokenType, Vocabulary
+from .bpe import BpeTokenizer
 from .fast import FastTokenizer, engine_of, read_pieces
 from .spm import SpmTokenizer
+from .tiktoken import convention_of, is_tiktoken, merges_of, pieces_of, read_ranks
 
 FAST, SPM = "tokenizer.json", "tokenizer.model"
 #: Files with special tokens and settings, the first having the last word.
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-_TEMPLATE = "chat_template.jinja"
+_TEMPLATE, _OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 # The generated module makes its classes at run time; type checkers see none of them.
 _proto: Any = sentencepiece_model_pb2
 
@@ -27,7 +30,8 @@ _proto: Any = sentencepiece_model_pb2
 def tokenizer_from_folder(folder: pathlib.Path) -> Tokenizer:
     """Builds the tokenizer of a model folder.
 
-    - `tokenizer.json`, or without it `tokenizer.model` (SentencePiece BPE), has the tokens.
+    - `tokenizer.json`, or without it `tokenizer.model` (SentencePiece BPE, or Llama 3's ranks as
+      the tiktoken library reads them) or `o200k_base.tiktoken` (GPT-OSS) has the tokens.
     - `tokenizer_config.json` has the begin and end tokens and a chat template, before which goes
       `chat_template.jinja`. Whether `encode` adds begin and end tokens is for the post-processor
       of `tokenizer.json` to say (as in transformers from version 5 on); for `tokenizer.model`,
@@ -43,8 +47,11 @@ def tokenizer_from_folder(folder: pathlib.Path) -> Tokenizer:
         settings |= _optional(folder / name)
     if (folder / FAST).is_file():
         return _fast(folder, settings)
-    if (folder / SPM).is_file():
+    if (folder / SPM).is_file() and not is_tiktoken(folder / SPM):
         return _sentencepiece(folder, settings)
+    ranked = [path for path in (folder / SPM, *sorted(folder.glob("*.tiktoken"))) if path.is_file()]
+    if ranked:
+        return _tiktoken(folder, settings, ranked[0])
     raise StokerError(f"'{folder}' has no {FAST} or {SPM}; add the tokenizer's files")
 
 
@@ -107,6 +114,28 @@ def _sentencepiece(folder: pathlib.Path, settings: Mapping[str, Any]) -> Tokeniz
     return SpmTokenizer(vocabulary, scores, normalizer.add_dummy_prefix)
 
 
+def _tiktoken(folder: pathlib.Path, settings: Mapping[str, Any], path: pathlib.Path) -> Tokenizer:
+    convention, ranks = convention_of(path), read_ranks(path)
+    special = dict(enumerate(convention.special, len(ranks)))
+    # What the folder says of its own tokens has the last word.
+    special |= {i: token for token, i in _added(folder, settings).items() if i >= len(ranks)}
+    if max(special) >= len(ranks) + (1 << 16):
+        raise StokerError(
+            f"added token '{special[max(special)]}' has the id {max(special)}, far past the "
+            f"{len(ranks)} of '{path}'; download the tokenizer again"
+        )
+    tokens, types = pieces_of(ranks, special)
+    settings = {"bos_token": convention.begin, "eos_token": convention.end} | dict(settings)
+    ids = {token: i for i, token in special.items()}
+    begin = ids.get(_spelling(settings["bos_token"]))
+    added = settings.get("add_bos_token", convention.adds_begin)
+    around = [[begin] if added and begin is not None else [], []]
+    vocabulary = _vocabulary(folder, settings, tokens, types, around)
+    stops = {ids[token] for token in convention.stops if token in ids}
+    vocabulary = dataclasses.replace(vocabulary, stop_ids=vocabulary.stop_ids | stops)
+    return BpeTokenizer(vocabulary, merges_of(ranks), convention.rule)
+
+
 def _added(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, int]:
     """Tokens beside a `tokenizer.model`, by id."""
     found = dict(_optional(folder / "added_tokens.json"))
@@ -151,6 +180,7 @@ def _vocabulary(
             "give a model whose tokenizer adds at most a begin and an end token"
         )
     stop_ids = {eos_id, *declared["eos"]} - {None}
+    template, template_source = _chat_template(folder, settings)
     return Vocabulary(
         tokens=tuple(tokens),
         types=tuple(types),
@@ -159,7 +189,8 @@ def _vocabulary(
         stop_ids=frozenset(i for i in stop_ids if i is not None),
         add_bos=bool(before),
         add_eos=bool(after),
-        chat_template=_chat_template(folder, settings),
+        chat_template=template,
+        template_source=template_source,
     )
 
 
@@ -182,19 +213,28 @@ def _spelling(token: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
-    """The template file, or the one in the settings: a text, or a list of named ones."""
+def _chat_template(folder: pathlib.Path, settings: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The template and where it is from: a file of its own, or else the settings.
+
+    The settings hold a text, or named ones of which `default` serves. Templates with other names
+    (for tools or retrieval; also those in `additional_chat_templates`) are not for plain chats.
+    """
     if (folder / _TEMPLATE).is_file():
-        return read_text(folder / _TEMPLATE)
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        return read_text(folder / _TEMPLATE), _TEMPLATE
+    # Processors' older file, as transformers still reads it; it goes before the settings.
+    for name, values in (
+        (_OLD_TEMPLATE, _optional(folder / _OLD_TEMPLATE)),
+        (_SETTINGS[0], settings),
+    ):
+        template = values.get("chat_template")
+        if isinstance(template, list):
+            entries = [entry for entry in template if isinstance(entry, dict)]
+            template = {entry.get("name"): entry.get("template") for entry in entries}
+        if isinstance(template, dict):
+            template, name = template.get("default"), f"{name} (default)"
+        if isinstance(template, str):
+            return template, name
+    return None, ""
 
 
 def _optional(path: pathlib.Path) -> dict[str, Any]:

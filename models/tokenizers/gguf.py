@@ -16,6 +16,8 @@ _T = TypeVar("_T")
 # Spellings by which files without the keys can be told to have such a token.
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 _END_OF_MESSAGE = ("<|eom_id|>",)
+# What ends a reply of GPT-OSS (the harmony format), where `<|end|>` only ends one of its messages.
+_HARMONY_ENDS, _HARMONY_MESSAGE_END = ("<|return|>", "<|call|>"), "<|end|>"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -107,6 +109,10 @@ def _vocabulary(
     eos_id = _id(metadata, "eos", tokens, eos)
     eot_id = _id(metadata, "eot", tokens, _first(control, _END_OF_TURN))
     eom_id = _id(metadata, "eom", tokens, _first(control, _END_OF_MESSAGE))
+    stop_ids = {eos_id, eot_id, eom_id}
+    if all(token in control for token in _HARMONY_ENDS):
+        stop_ids |= {control[token] for token in _HARMONY_ENDS}
+        stop_ids -= {control.get(_HARMONY_MESSAGE_END)}
     flags = {}
     for name, token_id, default in (("bos", bos_id, add_bos), ("eos", eos_id, False)):
         flags[name] = _get(metadata, f"add_{name}_token", bool, default)
@@ -125,10 +131,11 @@ def _vocabulary(
         types=types,
         bos_id=bos_id,
         eos_id=eos_id,
-        stop_ids=frozenset(i for i in (eos_id, eot_id, eom_id) if i is not None),
+        stop_ids=frozenset(i for i in stop_ids if i is not None),
         add_bos=flags["bos"],
         add_eos=flags["eos"],
         chat_template=template,
+        template_source="" if template is None else "tokenizer.chat_template",
     )
 
 

@@ -167,7 +167,7 @@ def quantised(
         module = name.removesuffix(".weight")
         # The library writes others in the order that they have in memory.
         dense[name] = np.ascontiguousarray(values)
-        stored |= {module + ending: np.ascontiguousarray(it) for ending, it in parts.items()}
+        stored |= {module + ending: np.array(it, order="C") for ending, it in parts.items()}
     save_file(tensors | dense, plain / "model.safetensors", metadata={"format": "pt"})
     other.mkdir()
     save_file(stored, other / "model.safetensors", metadata={"format": "pt"})

@@ -44,6 +44,18 @@ def test_logits_equal_transformers(name: str, kernels: str, reference) -> None:
     np.testing.assert_allclose(logits_of(model, CHUNK), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.reference
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_experts_in_one_tensor_are_those_of_many(name: str, reference, tmp_path) -> None:
+    folder, _ = reference(name)
+    write(make(CASES[name]), tmp_path, save_original_format=False)
+    assert any(
+        key.endswith("experts.gate_up_proj") for key in SafetensorsCheckpoint.open(tmp_path).tensors
+    )
+    many, one = (load_model(path, kernels="xla").params for path in (folder, tmp_path))
+    assert jax.tree.all(jax.tree.map(np.array_equal, many, one))
+
+
 OLDER = {
     "gemma2": {"layer_types": ..., "rope_parameters": ..., "rope_theta": 10000.0},
     "gemma3": {

@@ -6,6 +6,7 @@ import functools
 import shutil
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from compressed import COMPRESSED
@@ -15,6 +16,7 @@ from running import CASES, LENGTH, logits_of, token_ids
 from safetensors.numpy import save_file
 
 from stoker.models.checkpoints.safetensors import SafetensorsCheckpoint
+from stoker.models.converting import convert_model
 from stoker.models.errors import StokerError
 from stoker.models.loading import load_model
 from stoker.models.ops import cpu
@@ -32,6 +34,8 @@ MODELS = {
     # Experts are stacked.
     "fp8-experts": (FORMATS["fp8-odd-blocks"], CASES["mixtral"]),
     "pack4-experts": (COMPRESSED["pack4-groups"], CASES["qwen3-moe"]),
+    # A matrix becomes two, one of them transposed.
+    "fp8-latent": (FORMATS["fp8-blocks"], CASES["deepseek-v3"]),
 }
 
 
@@ -93,7 +97,19 @@ def test_experts_of_several_formats_are_named(written, tmp_path) -> None:
     checkpoint = SafetensorsCheckpoint.open(folder, ["F8_E4M3"])
     tensors = {tensor: checkpoint.load(tensor) for tensor in checkpoint.tensors}
     name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
-    tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"].astype(np.float16)
+    tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"].astype(ml_dtypes.bfloat16)
     save_file(tensors, file)
     with pytest.raises(StokerError, match=rf"'{name}' is of another format"):
         load_model(tmp_path / "mixed", kernels="xla")
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", ["awq", "gptq", "fp8", "mxfp4", "nvfp4", "pack4-experts"])
+def test_stokers_own_files_hold_the_same(name: str, written, tmp_path) -> None:
+    folder, _ = written(name)
+    convert_model(folder, tmp_path / "own")
+    ours, theirs = (load_model(it, kernels="xla").params for it in (tmp_path / "own", folder))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert mine.dtype == other.dtype
+        np.testing.assert_array_equal(mine, other)

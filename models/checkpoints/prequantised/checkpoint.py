@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,24 +20,39 @@ Parts = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class Source:
+    """A stored tensor that a matrix is made of, and where rows of the matrix are in it.
+
+    Attributes:
+      name: of the stored tensor.
+      axis: 0 or 1, along which the matrix's rows (or experts) lie; None: any row needs all of it.
+      rows: how many of them there are to `entries` of that axis.
+      entries: see `rows`.
+    """
+
+    name: str
+    axis: int | None = 0
+    rows: int = 1
+    entries: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class QuantisedTensor:
     """One matrix, and the stored tensors that it is made of.
 
     Attributes:
       name: of the plain tensor, for example `model.layers.0.mlp.up_proj.weight`.
       shape: of the plain tensor, `[..., R, C]`.
-      sources: names of stored tensors, by the names that `make` wants.
+      sources: the stored tensors, by the names that `make` wants.
       nbytes: of the stored tensors together.
-      make: the matrix, of NumPy leaves, from the stored tensors.
-      by_rows: row i of each stored tensor is all that row i (an expert) is made of.
+      make: a matrix, of NumPy leaves, from the stored tensors or the parts that some rows need.
     """
 
     name: str
     shape: tuple[int, ...]
-    sources: Mapping[str, str]
+    sources: Mapping[str, Source]
     nbytes: int
     make: Callable[[Parts], QuantArray] = dataclasses.field(repr=False)
-    by_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +82,34 @@ class QuantisedCheckpoint:
         tensor = self.tensors[name]
         if isinstance(tensor, StoredTensor):
             return self.files.load(name, rows)
-        if tensor.by_rows:
-            sources = tensor.sources.items()
-            return tensor.make({part: self.files.load(it, rows) for part, it in sources})
-        made = tensor.make({part: self.files.load(it) for part, it in tensor.sources.items()})
-        assert made.shape == tensor.shape
-        if rows.indices(tensor.shape[0]) == (0, tensor.shape[0], 1):
+        first, last, _ = rows.indices(tensor.shape[0])
+        # What is stored together is read together.
+        unit = math.lcm(*(source.rows for source in tensor.sources.values()))
+        start, end = first // unit * unit, min(-(-last // unit) * unit, tensor.shape[0])
+        made = tensor.make(
+            {part: self._part(source, start, end) for part, source in tensor.sources.items()}
+        )
+        if (start, end) == (first, last):
             return made
-        return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[rows]), made)
+        own = slice(first - start, last - start)
+        return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[own]), made)
+
+    def _part(self, source: Source, start: int, end: int) -> np.ndarray:
+        """What rows [start, end) need of a stored tensor."""
+        if source.axis is None:
+            return self.files.load(source.name)
+        part = slice(start * source.entries // source.rows, -(-end * source.entries // source.rows))
+        whole = slice(None)
+        return self.files.load(source.name, *((whole, part) if source.axis else (part, whole)))
 
     def release(self, name: str) -> None:
         """Lets the system drop a file's pages from memory; reading them again still works."""
         tensor = self.tensors[name]
-        for stored in (name,) if isinstance(tensor, StoredTensor) else tensor.sources.values():
-            self.files.release(stored)
+        if isinstance(tensor, StoredTensor):
+            self.files.release(name)
+            return
+        for source in tensor.sources.values():
+            self.files.release(source.name)
 
 
 class Builder:
@@ -136,14 +166,13 @@ class Builder:
         self,
         name: str,
         shape: tuple[int, ...],
-        sources: Mapping[str, str],
+        sources: Mapping[str, Source],
         make: Callable[[Parts], QuantArray],
-        by_rows: bool = False,
     ) -> None:
-        """Adds a quantised tensor, made of stored ones, perhaps row by row."""
-        nbytes = sum(self.stored(stored).nbytes for stored in sources.values())
-        self._made[name] = QuantisedTensor(name, shape, sources, nbytes, make, by_rows)
-        self._taken.update(sources.values())
+        """Adds a quantised tensor, made of stored ones."""
+        nbytes = sum(self.stored(source.name).nbytes for source in sources.values())
+        self._made[name] = QuantisedTensor(name, shape, sources, nbytes, make)
+        self._taken.update(source.name for source in sources.values())
 
     def drop(self, names: Iterable[str]) -> None:
         """Tensors that no weight needs, where they are there; the caller says why."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from ...errors import StokerError
 from ...quantized import QuantArray
-from .checkpoint import Builder, Parts
-from .floats import FP8, add_floats, drop_activation_scales
+from .checkpoint import Builder, Parts, Source
+from .floats import FP8, add_floats, drop_activation_scales, scales_source
 from .grids import check_order
 from .layouts import (
     four_bit_floats,
@@ -187,7 +187,10 @@ def _add_bytes(builder: Builder, module: str, scheme: Scheme) -> None:
     for part in names.keys() - {"codes"}:
         _check_scale(builder, names[part], shape, scheme)
     make = functools.partial(_bytes, scheme=scheme)
-    builder.add(names["codes"], shape, names, make)
+    height = scheme.blocks(*shape)[0]
+    sources = {part: scales_source(name, height, shape[0]) for part, name in names.items()}
+    sources["codes"] = Source(names["codes"])
+    builder.add(names["codes"], shape, sources, make)
 
 
 def _bytes(parts: Parts, scheme: Scheme) -> QuantArray:
@@ -205,30 +208,32 @@ def _add_packed(builder: Builder, module: str, scheme: Scheme) -> None:
     builder.drop([shaped])
     builder.stored(packed, "I32")
     builder.check_shape(packed, (rows, -(-columns * scheme.bits // 32)))
-    names = {"codes": packed, "scale": f"{module}.weight_scale"}
-    builder.stored(names["scale"], *_SCALES)
-    _check_scale(builder, names["scale"], (rows, columns), scheme)
+    scale = f"{module}.weight_scale"
+    builder.stored(scale, *_SCALES)
+    _check_scale(builder, scale, (rows, columns), scheme)
+    height, width = scheme.blocks(rows, columns)
+    sources = {"codes": Source(packed), "scale": scales_source(scale, height, rows)}
     if not scheme.symmetric:
-        names["zero"] = f"{module}.weight_zero_point"
-        builder.stored(names["zero"], "I32")
-        height, width = scheme.blocks(rows, columns)
+        zero = f"{module}.weight_zero_point"
+        builder.stored(zero, "I32")
         if height != 1:
             raise StokerError(
-                f"tensor '{names['zero']}' is packed for blocks of {height} rows, which is not "
+                f"tensor '{zero}' is packed for blocks of {height} rows, which is not "
                 "supported; give a model with scales for groups or channels"
             )
-        builder.check_shape(names["zero"], (-(-rows * scheme.bits // 32), -(-columns // width)))
-    check_order(builder, f"{module}.weight_g_idx", columns, scheme.blocks(rows, columns)[1])
-    make = functools.partial(_packed, scheme=scheme, rows=rows, columns=columns)
-    builder.add(f"{module}.weight", (rows, columns), names, make)
+        builder.check_shape(zero, (-(-rows * scheme.bits // 32), -(-columns // width)))
+        sources["zero"] = Source(zero, 0, 32, scheme.bits)
+    check_order(builder, f"{module}.weight_g_idx", columns, width)
+    make = functools.partial(_packed, scheme=scheme, columns=columns)
+    builder.add(f"{module}.weight", (rows, columns), sources, make)
 
 
-def _packed(parts: Parts, scheme: Scheme, rows: int, columns: int) -> QuantArray:
+def _packed(parts: Parts, scheme: Scheme, columns: int) -> QuantArray:
     codes = unpack_words(parts["codes"], scheme.bits, columns)
     zero: Any = 2 ** (scheme.bits - 1)
     if "zero" in parts:
         words = np.ascontiguousarray(parts["zero"].T)
-        zero = np.ascontiguousarray(unpack_words(words, scheme.bits, rows).T)
+        zero = np.ascontiguousarray(unpack_words(words, scheme.bits, len(codes)).T)
     return _grid(codes, parts["scale"], zero, scheme.bits, scheme)
 
 
@@ -240,27 +245,29 @@ def _grid(codes: Any, scale: Any, zero: Any, bits: int, scheme: Scheme) -> Quant
     scale, group = spread(scale.reshape(blocks), rows, columns, block)
     if not isinstance(zero, int):
         zero, _ = spread(zero.reshape(blocks), rows, columns, block)
-    return integers(codes, scale, zero, bits, group)
+    return integers(codes, scale, zero, bits, group, scheme.symmetric)
 
 
 def _add_four_bit_floats(builder: Builder, module: str, scheme: Scheme) -> None:
     """NVFP4, with 8-bit scales over a divisor for the matrix, and MXFP4, with powers of two."""
-    names = {"codes": f"{module}.weight_packed", "scale": f"{module}.weight_scale"}
-    rows, half = _matrix(builder, names["codes"], "U8")
+    packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
+    rows, half = _matrix(builder, packed, "U8")
     columns, group = half * 2, scheme.block[1]
     if scheme.block[0] != 1 or group == 0 or group % 2 or columns % group:
         raise StokerError(
             f"'{module}' has {columns} inputs in groups of {group}, which is not possible; "
             "quantise the model again with groups that fit"
         )
-    builder.stored(names["scale"], *(("F8_E4M3",) if scheme.format == _NVFP4 else ("U8",)))
-    builder.check_shape(names["scale"], (rows, columns // group))
+    builder.stored(scale, "F8_E4M3" if scheme.format == _NVFP4 else "U8")
+    builder.check_shape(scale, (rows, columns // group))
+    sources = {"codes": Source(packed), "scale": Source(scale)}
     if scheme.format == _NVFP4:
-        names["divisor"] = f"{module}.weight_global_scale"
-        builder.stored(names["divisor"], "F32")
-        builder.check_shape(names["divisor"], (1,), ())
+        divisor = f"{module}.weight_global_scale"
+        builder.stored(divisor, "F32")
+        builder.check_shape(divisor, (1,), ())
+        sources["divisor"] = Source(divisor, None)
     make = functools.partial(_four_bit_floats, group=group)
-    builder.add(f"{module}.weight", (rows, columns), names, make)
+    builder.add(f"{module}.weight", (rows, columns), sources, make)
 
 
 def _four_bit_floats(parts: Parts, group: int) -> QuantArray:

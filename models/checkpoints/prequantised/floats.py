@@ -11,14 +11,17 @@ import numpy as np
 
 from ...errors import StokerError
 from ...quantized import QuantArray
-from .checkpoint import Builder, Parts
+from .checkpoint import Builder, Parts, Source
 from .layouts import mxfp4, powers_of_two, spread
 from .settings import Settings, refuse_spared
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 #: Scales of activations and of cached keys and values: Stoker rounds neither to these formats, so
 #: that what they were calibrated for never happens.
-_ACTIVATION_SCALES = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale")
+_ACTIVATION_SCALES = (
+    *(".input_scale", ".output_scale", ".activation_scale"),
+    *(".k_scale", ".v_scale", ".q_scale"),
+)
 _BLOCK = [128, 128]
 
 
@@ -95,7 +98,14 @@ def add_floats(builder: Builder, name: str, scale: str, block: Any) -> None:
     else:
         size = (rows, columns)
     make = functools.partial(_floats, block=size)
-    builder.add(name, shape, {"codes": name, "scale": scale}, make, by_rows=bool(leading))
+    # Parts are experts where there are several.
+    at = Source(scale) if leading else scales_source(scale, size[0], rows)
+    builder.add(name, shape, {"codes": Source(name), "scale": at}, make)
+
+
+def scales_source(name: str, height: int, rows: int) -> Source:
+    """Where the scales of a matrix's rows are, which `height` of them share."""
+    return Source(name, 0, height) if height < rows else Source(name, None)
 
 
 def _floats(parts: Parts, block: tuple[int, int]) -> QuantArray:
@@ -126,8 +136,8 @@ def read_mxfp4(settings: Settings, builder: Builder) -> None:
             )
         builder.stored(scales, "U8")
         builder.check_shape(scales, (*rows, groups))
-        sources = {"blocks": blocks, "scales": scales}
-        builder.add(name, (*rows, groups * 32), sources, _mxfp4, by_rows=True)
+        sources = {"blocks": Source(blocks), "scales": Source(scales)}
+        builder.add(name, (*rows, groups * 32), sources, _mxfp4)
     settings.check_known("mxfp4", ("dequantize",))
 
 

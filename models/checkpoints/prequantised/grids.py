@@ -12,7 +12,7 @@ import numpy as np
 
 from ...errors import StokerError
 from ...quantized import QuantArray
-from .checkpoint import Builder, Parts
+from .checkpoint import Builder, Parts, Source
 from .layouts import integers, unpack_words
 from .settings import Settings, refuse_spared
 
@@ -65,7 +65,9 @@ def read_awq(settings: Settings, builder: Builder) -> None:
         builder.stored(names["scales"], *_SCALES)
         builder.check_shape(names["scales"], (inputs // group, outputs))
         make = functools.partial(_awq, group=group)
-        builder.add(f"{module}.weight", (outputs, inputs), names, make)
+        sources = {part: Source(name, 1, 8) for part, name in names.items()}
+        sources["scales"] = Source(names["scales"], 1)
+        builder.add(f"{module}.weight", (outputs, inputs), sources, make)
     settings.check_known("awq", (*_HARMLESS, "sym"))
 
 
@@ -92,7 +94,7 @@ def read_gptq(settings: Settings, builder: Builder) -> None:
     stored = settings.one_of("format", "gptq", "gptq_v2")
     layout = settings.one_of("checkpoint_format", stored, "gptq", "gptq_v2")
     settings.one_of("pack_dtype", "int32")
-    settings.flag("sym", True)
+    symmetric = settings.flag("sym", True)
     settings.names("modules_to_not_convert")
     for key in ("is_marlin_format", "dynamic"):
         if settings.values.get(key):
@@ -107,17 +109,21 @@ def read_gptq(settings: Settings, builder: Builder) -> None:
         builder.stored(names["scales"], *_SCALES)
         builder.check_shape(names["scales"], (inputs // group, outputs))
         check_order(builder, f"{module}.g_idx", inputs, group)
-        make = functools.partial(_gptq, bits=bits, group=group, less=int(layout == "gptq"))
-        builder.add(f"{module}.weight", (outputs, inputs), names, make)
+        make = functools.partial(
+            _gptq, bits=bits, group=group, less=int(layout == "gptq"), symmetric=symmetric
+        )
+        sources = {part: Source(name, 1) for part, name in names.items()}
+        sources["qzeros"] = Source(names["qzeros"], 1, _WORD, bits)
+        builder.add(f"{module}.weight", (outputs, inputs), sources, make)
     settings.check_known("gptq", _HARMLESS)
 
 
-def _gptq(parts: Parts, bits: int, group: int, less: int) -> QuantArray:
+def _gptq(parts: Parts, bits: int, group: int, less: int, symmetric: bool) -> QuantArray:
     words = np.ascontiguousarray(parts["qweight"].T)
     codes = unpack_words(words, bits, words.shape[-1] * _WORD // bits)
     scale = np.ascontiguousarray(parts["scales"].T)
     zeros = unpack_words(parts["qzeros"], bits, len(scale)).T.astype(np.int32) + less
-    return integers(codes, scale, zeros, bits, group)
+    return integers(codes, scale, zeros, bits, group, symmetric)
 
 
 def check_order(builder: Builder, name: str, columns: int, group: int) -> None:

@@ -73,12 +73,14 @@ def spread(scale: np.ndarray, rows: int, columns: int, block: tuple[int, int]) -
     return np.ascontiguousarray(scale), group
 
 
-def integers(codes: Any, scale: Any, zero: Any, bits: int, group: int) -> QuantArray:
+def integers(
+    codes: Any, scale: Any, zero: Any, bits: int, group: int, symmetric: bool = False
+) -> QuantArray:
     """`(codes - zero) * scale`, of unsigned codes up to 8 bits wide.
 
     Codes of 4 bits or fewer take four bits where groups are even, all others take eight. Zero
-    points that differ become minima `-zero * scale` in float32: with scales that have the
-    precision of float16 or bfloat16, sums of the two are exact.
+    points become minima `-zero * scale` in float32: with scales that have the precision of float16
+    or bfloat16, sums of the two are exact. Symmetric formats have one zero point, and no minima.
 
     Args:
       codes: uint8 `[R, C]`.
@@ -86,14 +88,14 @@ def integers(codes: Any, scale: Any, zero: Any, bits: int, group: int) -> QuantA
       zero: integers like `scale`, or one for all.
       bits: width of the codes.
       group: columns that share a scale.
+      symmetric: whether all zero points are said to be one. Where they are not, they are minima all
+        the same; that others never are one keeps parts of a matrix alike.
     """
     zeros = np.asarray(zero, np.int32)
-    first = int(zeros.flat[0])
+    zero_point = int(zeros.flat[0])
     minimum: Any = None
     # What the CPU kernels take as one zero point is a byte.
-    if 0 <= first < 256 and np.all(zeros == first):
-        zero_point = first
-    else:
+    if not (symmetric and 0 <= zero_point < 256 and np.all(zeros == zero_point)):
         zero_point, minimum = 0, -zeros.astype(np.float32) * scale.astype(np.float32)
     if bits <= 4 and group % 2 == 0:
         return QuantArray(

@@ -68,17 +68,25 @@ int64_t page_offset(const Attention& a, int64_t slot, int64_t pos) {
 void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
   const int64_t row = a.query_start[slot] + query, pos = position(a, slot, query);
   const int64_t to = page_offset(a, slot, pos), offset = pos % a.Z;
+  alignas(64) float turned[kMaxHead];
   if (!a.k_pages) {
     const int64_t at = to + offset * a.H;
+    const float* vector = a.v + row * a.H;
+    if (a.norm) {
+      k.rms_norm(vector, a.norm, a.rank, a.eps, turned);
+    } else {
+      std::memcpy(turned, vector, static_cast<size_t>(a.rank) * sizeof(float));
+    }
+    k.rotate(vector + a.rank, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H - a.rank, 1.0f,
+             turned + a.rank);
     if (a.type == Type::kF32) {
-      std::memcpy(static_cast<float*>(a.v_pages) + at, a.v + row * a.H,
+      std::memcpy(static_cast<float*>(a.v_pages) + at, turned,
                   static_cast<size_t>(a.H) * sizeof(float));
     } else {
-      k.store_bf16(a.v + row * a.H, a.H, static_cast<uint16_t*>(a.v_pages) + at);
+      k.store_bf16(turned, a.H, static_cast<uint16_t*>(a.v_pages) + at);
     }
     return;
   }
-  alignas(64) float turned[kMaxHead];
   for (int64_t head = 0; head < a.K; ++head) {
     const int64_t from = (row * a.K + head) * a.H, at = to + head * head_step(a);
     k.rotate(a.k + from, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H, 1.0f, turned);
@@ -121,7 +129,10 @@ struct Worker {
   void load_queries() {
     for (int64_t r = 0; r < task.all_rows(); ++r) {
       const int64_t turn = flat(r) * a.half;
-      k.rotate(a.q + place(r), a.cos + turn, a.sin + turn, a.half, a.H, a.scale, q + r * a.H);
+      const float* from = a.q + place(r);
+      float* to = q + r * a.H;
+      if (a.rank > 0) k.scale(from, a.scale, a.rank, to);
+      k.rotate(from + a.rank, a.cos + turn, a.sin + turn, a.half, a.H - a.rank, a.scale, to + a.rank);
     }
   }
 

@@ -28,6 +28,9 @@ struct Attention {
   int64_t window;  // tokens that a row sees, itself included; 0: all
   float softcap;   // 0: none
   float scale;
+  int64_t rank;        // of latent attention: elements before those that cos and sin turn
+  const float* norm;   // [rank] of it: what these go through an RMS norm with; null: none
+  float eps;
   const float* sinks;  // [N] scores that weigh in every softmax and have no value; null: none
   float* out;      // [T, N, H]
 };

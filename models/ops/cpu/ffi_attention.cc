@@ -82,15 +82,19 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
 
 // Attention whose keys are its values too: one vector for each token, [P, Z, W].
 ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi::F32> latent,
-                            ffi::AnyBuffer pages, ffi::BufferR1<ffi::S32> query_start,
-                            ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> page_table,
-                            ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> pages_out,
+                            ffi::BufferR1<ffi::F32> norm, ffi::BufferR2<ffi::F32> cos,
+                            ffi::BufferR2<ffi::F32> sin, ffi::AnyBuffer pages,
+                            ffi::BufferR1<ffi::S32> query_start, ffi::BufferR1<ffi::S32> kv_lens,
+                            ffi::BufferR2<ffi::S32> page_table, ffi::Result<Floats> out,
+                            ffi::Result<ffi::AnyBuffer> pages_out, int64_t rank, float eps,
                             float scale, int64_t isa, int64_t limit) {
   Attention a{};
   a.T = q.dimensions()[0];
   a.N = q.dimensions()[1];
   a.H = q.dimensions()[2];
   a.K = 1;
+  a.rank = rank;
+  a.half = cos.dimensions()[1];
   a.S = kv_lens.dimensions()[0];
   a.M = page_table.dimensions()[1];
   if (pages.dimensions().size() != 3) {
@@ -99,10 +103,13 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
   a.P = pages.dimensions()[0];
   a.Z = pages.dimensions()[1];
   const auto type = pages.element_type();
-  const bool shapes = has_shape(latent, {a.T, a.H}) && has_shape(pages, {a.P, a.Z, a.H}) &&
+  const bool shapes = has_shape(cos, {a.T, a.half}) && has_shape(sin, {a.T, a.half}) &&
+                      (norm.element_count() == 0 || has_shape(norm, {rank})) &&
+                      has_shape(latent, {a.T, a.H}) && has_shape(pages, {a.P, a.Z, a.H}) &&
                       has_shape(*pages_out, {a.P, a.Z, a.H}) && has_shape(query_start, {a.S + 1}) &&
                       has_shape(page_table, {a.S, a.M}) && has_shape(*out, {a.T, a.N, a.H});
-  const bool sizes = a.H > 0 && a.H <= kMaxHead && a.N > 0 && a.Z > 0 && a.Z % kKeys == 0 &&
+  const bool sizes = a.H > 0 && a.H <= kMaxHead && rank > 0 && rank + 2 * a.half <= a.H && a.N > 0 &&
+                     a.Z > 0 && a.Z % kKeys == 0 &&
                      a.P > 0 && a.M * a.Z <= std::numeric_limits<int32_t>::max();
   if (!shapes || !sizes) return ffi::Error::InvalidArgument("latent attention: shapes do not match");
   if ((type != ffi::DataType::F32 && type != ffi::DataType::BF16) ||
@@ -116,6 +123,10 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
   if (!table) return ffi::Error::InvalidArgument("latent attention: instruction set not available");
   a.q = q.typed_data();
   a.v = latent.typed_data();
+  a.norm = norm.element_count() ? norm.typed_data() : nullptr;
+  a.eps = eps;
+  a.cos = cos.typed_data();
+  a.sin = sin.typed_data();
   a.v_pages = pages_out->untyped_data();
   a.type = type == ffi::DataType::F32 ? Type::kF32 : Type::kBF16;
   a.query_start = query_start.typed_data();
@@ -137,12 +148,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_latent_attention, stoker::latent_attention,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<stoker::Floats>()
                                   .Arg<xla::ffi::BufferR2<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::BufferR1<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
                                   .Ret<stoker::Floats>()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<int64_t>("rank")
+                                  .Attr<float>("eps")
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("isa")
                                   .Attr<int64_t>("threads"));

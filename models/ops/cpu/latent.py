@@ -23,6 +23,8 @@ def latent_attention(
     *,
     rank: int,
     scale: float,
+    norm: tuple[jax.Array, float] | None = None,
+    turn: tuple[jax.Array, jax.Array] | None = None,
     isa: str = "best",
     threads: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
@@ -40,6 +42,10 @@ def latent_attention(
       layout: where the rows sit. Padding rows write nothing and yield zeros.
       rank: how many of the W numbers are the value.
       scale: factor on the scores.
+      norm: weight float32 `[rank]` and epsilon of the RMS norm that the first numbers of latent
+        vectors go through before they are appended; None for none.
+      turn: cosines and sines float32 `[T, dims/2]` of the rotary embedding that what is past `rank`
+        goes through, of q and of latent vectors; None leaves it as it is.
       isa: one of `library.ISAS`.
       threads: most threads to use; 0 for all that XLA has.
 
@@ -53,7 +59,10 @@ def latent_attention(
     if load() is None:
         raise StokerError(str(why_unavailable()))
     isa_index = isa_number(isa)
-    _check(q, latent, pages, layout, rank)
+    weight, eps = norm if norm is not None else (jnp.zeros(0, jnp.float32), 1.0)
+    if turn is None:
+        turn = (jnp.zeros((q.shape[0], 0), jnp.float32),) * 2
+    _check(q, latent, pages, layout, rank, weight, turn)
     call = jax.ffi.ffi_call(
         "stoker_latent_attention",
         [
@@ -61,15 +70,19 @@ def latent_attention(
             jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         ],
         vmap_method="sequential",
-        input_output_aliases={2: 1},
+        input_output_aliases={5: 1},
     )
     out, pages = call(
         q.astype(jnp.float32),
         latent.astype(jnp.float32),
+        weight,
+        *turn,
         pages,
         layout.query_start,
         layout.kv_lens,
         layout.page_table,
+        rank=np.int64(rank),
+        eps=np.float32(eps),
         scale=np.float32(scale),
         isa=np.int64(isa_index),
         threads=np.int64(threads),
@@ -77,7 +90,15 @@ def latent_attention(
     return out[..., :rank].astype(q.dtype), pages
 
 
-def _check(q: jax.Array, latent: jax.Array, pages: jax.Array, layout: Layout, rank: int) -> None:
+def _check(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    rank: int,
+    weight: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+) -> None:
     """Raises StokerError unless shapes and types fit each other."""
     if q.ndim != 3 or pages.ndim != 3 or layout.page_table.ndim != 2:
         raise StokerError(
@@ -91,6 +112,9 @@ def _check(q: jax.Array, latent: jax.Array, pages: jax.Array, layout: Layout, ra
         "pages": (pages.shape, (P, Z, W)),
         "query_start": (layout.query_start.shape, (S + 1,)),
         "kv_lens": (layout.kv_lens.shape, (S,)),
+        "norm": (weight.shape, (rank,) if weight.size else (0,)),
+        "sines": (turn[1].shape, turn[0].shape),
+        "cosines": (turn[0].shape, (T, min(turn[0].shape[-1], (W - rank) // 2))),
     }
     for name, (got, want) in expected.items():
         if tuple(got) != tuple(want):

@@ -98,8 +98,7 @@ def _product(
     x: jax.Array, weight: Weight, visits: Visits, rows: int, dtype: Any, interpret: Any
 ) -> jax.Array:
     """Rows of x by the matrices `weight [E, R, C]` that `visits` name."""
-    T, C = x.shape
-    R = weight.shape[-2]
+    T, R = x.shape[0], weight.shape[-2]
     if isinstance(weight, QuantArray):
         reason = why_unsupported(weight)
         if reason:

@@ -87,23 +87,9 @@ def format_of(weight: QuantArray) -> tuple[Format, list[jax.Array]]:
 def _loadable(leaf: jax.Array) -> jax.Array:
     """Float16 as the integers of the same bits, since Mosaic has no such type.
 
-    XLA copies the leaf to do so: `ready` saves that.
+    XLA copies the leaf to do so: `quantized.ready` saves that.
     """
     return jax.lax.bitcast_convert_type(leaf, jnp.int16) if leaf.dtype == jnp.float16 else leaf
-
-
-def ready(weight: QuantArray) -> QuantArray:
-    """`weight` with scales that the kernels load as they are: the bits of float16 as int16.
-
-    Works on arrays of NumPy and of JAX; the numbers are the same (see `quantized.dequantize`).
-    """
-
-    def bits(leaf: Any) -> Any:
-        if leaf.dtype != jnp.float16:
-            return leaf
-        return leaf.view(jnp.int16)
-
-    return jax.tree.map(bits, weight)
 
 
 def _floats(bits: jax.Array, kind: str) -> jax.Array:

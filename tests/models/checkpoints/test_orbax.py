@@ -25,33 +25,30 @@ import dataclasses, sys
 import jax, numpy as np
 from tiny import variant
 from stoker.models.checkpoints.orbax import restore_params, save_params
-from stoker.models.parameters import abstract_params, init_params
+from stoker.models.parameters import init_params
+from stoker.models.placement import place_params, split_config
 from stoker.models.quantise import Quantisation, quantise
-from stoker.sharding import make_mesh, sharding
+from stoker.sharding import make_mesh
 
-config = dataclasses.replace(variant("plain"), n_layers=12, n_kv_heads=4)
+# Parts of rows are whole groups. On eight devices each of the four KV heads is on two.
+sizes = {"n_layers": 12, "n_kv_heads": 4, "d_ff": 256, "head_dim": 32}
+config = dataclasses.replace(variant("plain"), **sizes)
 params = init_params(config, jax.random.key(0))
 quantised = {
     name: quantise(np.asarray(leaf), Quantisation(4)) if leaf.ndim > 1 else leaf
     for name, leaf in params["layers"][11].items()
 }
 params = params | {"layers": (*params["layers"][:11], quantised)}
-def placed_on(mesh):
-    """The parameters on a mesh, each array as it is."""
-    def place(parameter, value):
-        return jax.tree.map(
-            lambda leaf: jax.device_put(leaf, sharding(parameter.axes, leaf.shape, mesh)), value
-        )
-    return jax.tree.map(place, abstract_params(config), params)
 saving = make_mesh({"tensor": 4}, jax.devices()[:4])
-save_params(sys.argv[1], placed_on(saving), config)
+placed = place_params(params, split_config(config, saving), saving)
+save_params(sys.argv[1], placed, config)
 meshes = [None] + [
     make_mesh(axes, jax.devices()[:count])
     for axes, count in (({"tensor": 2, "data": 2}, 4), ({"data": 4}, 4), ({"tensor": 8}, 8))
 ]
 for mesh in meshes:
     restored = restore_params(sys.argv[1], config, mesh=mesh)
-    wanted = params if mesh is None else placed_on(mesh)
+    wanted = params if mesh is None else place_params(params, split_config(config, mesh), mesh)
     assert jax.tree.structure(restored) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype

@@ -72,6 +72,78 @@ GOOD = {
     "nvfp4": (NVFP4_SETTINGS, NVFP4),
     "mxfp4": ({"quant_method": "mxfp4"}, MXFP4),
 }
+#: Settings with the keys that published models have.
+PUBLISHED: dict[str, tuple[Any, Tensors]] = {
+    "autoawq": (AWQ_SETTINGS | {"modules_to_not_convert": None, "zero_point": True}, AWQ),
+    "transformers_gptq": (
+        {
+            **GPTQ_SETTINGS,
+            "batch_size": 1,
+            "block_name_to_quantize": None,
+            "cache_block_outputs": True,
+            "damp_percent": 0.01,
+            "dataset": None,
+            "desc_act": False,
+            "sym": True,
+            "exllama_config": {"version": 1},
+            "use_exllama": True,
+            "true_sequential": True,
+        },
+        GPTQ,
+    ),
+    "gptqmodel": (
+        {
+            **GPTQ_SETTINGS,
+            "checkpoint_format": "gptq",
+            "lm_head": False,
+            "pack_dtype": "int32",
+            "meta": {"quantizer": ["gptqmodel:2.0.0"], "damp_percent": 0.1},
+            "dynamic": None,
+        },
+        GPTQ | {"g_idx": (np.arange(64) // 32).astype(I32), "bias": np.ones(16, F16)},
+    ),
+    "fp8": (
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [16, 32],
+            "scale_fmt": "ue8m0",
+            "modules_to_not_convert": ["lm_head", "a.input_layernorm", "a.up"],
+        },
+        FP8,
+    ),
+    "w4a16": (
+        compressed(
+            group={"input_activations": None, "output_activations": None},
+            weights={
+                "actorder": "weight",
+                "block_structure": None,
+                "dynamic": False,
+                "observer": "minmax",
+                "observer_kwargs": {},
+            },
+            global_compression_ratio=1.9,
+            kv_cache_scheme=None,
+        ),
+        PACKED,
+    ),
+    "fp8_static_cache": (
+        compressed(
+            "float-quantized",
+            group={"input_activations": {"num_bits": 8, "dynamic": False, "strategy": "tensor"}},
+            weights={"num_bits": 8, "type": "float", "strategy": "tensor", "group_size": None},
+            kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor"},
+            sparsity_config={"format": "dense", "global_sparsity": 0.1, "targets": []},
+            version="0.6.0",
+        ),
+        {
+            "weight": FP8["weight"],
+            **{name: np.ones(1, F32) for name in ("weight_scale", "input_scale", "output_scale")},
+            **{name: np.ones(1, F32) for name in ("k_scale", "v_scale")},
+        },
+    ),
+}
 ORDER = np.roll(np.arange(64) // 32, 1).astype(I32)
 WRONG: dict[str, tuple[Any, Tensors, str]] = {
     "no_object": ("awq", AWQ, "not an object"),
@@ -164,6 +236,13 @@ def test_what_the_refusals_start_from_loads(name: str, tmp_path) -> None:
     checkpoint = written(tmp_path, *GOOD[name])
     (tensor,) = checkpoint.tensors
     assert checkpoint.load(tensor).shape == checkpoint.tensors[tensor].shape
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings_load(name: str, tmp_path) -> None:
+    checkpoint = written(tmp_path, *PUBLISHED[name])
+    assert set(checkpoint.tensors) - {"a.up_proj.bias"} == {"a.up_proj.weight"}
+    assert checkpoint.load("a.up_proj.weight").shape == (16, 64)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -82,9 +82,8 @@ def test_rows_equal_expanded_attention(name, rows, cached, padding) -> None:
 def test_a_row_past_its_pages_is_not_a_number_and_writes_nothing() -> None:
     q, latent, pages, layout, _ = case([1, 1], [M * Z - 1, 5], 0)
     layout = dataclasses.replace(layout, kv_lens=jnp.array([M * Z + 1, 6], jnp.int32))
-    out, after = ops.latent_attention(
-        *map(jnp.float32, (q, latent)), jnp.asarray(pages), layout, Kernels(), rank=R, scale=0.3
-    )
+    arrays = (jnp.float32(q), jnp.float32(latent), jnp.asarray(pages))
+    out, after = xla.latent_attention(*arrays, layout, rank=R, scale=0.3)
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
     own = np.asarray(layout.page_table[0])
     np.testing.assert_array_equal(after[own], pages[own])

@@ -111,6 +111,17 @@ def test_stop_tokens_are_those_of_sequence_turn_and_message():
     assert tokenizer_from_gguf({**BPE, **other_eos}).stop_ids == {eos - 2, eos}
 
 
+def test_a_reply_of_gpt_oss_ends_neither_after_its_thoughts_nor_past_a_call():
+    tokens = [*BPE["tokenizer.ggml.tokens"], "<|return|>", "<|call|>", "<|end|>"]
+    types = [*BPE["tokenizer.ggml.token_type"], 3, 3, 3]
+    metadata = {**BPE, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    ends = {"tokenizer.ggml.eos_token_id": SIZE, "tokenizer.ggml.eot_token_id": SIZE + 2}
+    assert tokenizer_from_gguf({**metadata, **ends}).stop_ids == {SIZE, SIZE + 1}
+    # Elsewhere that token ends a turn.
+    tokens[SIZE] = "<|other|>"
+    assert tokenizer_from_gguf({**metadata, **ends}).stop_ids == {SIZE, SIZE + 2}
+
+
 @pytest.mark.parametrize("token_id", [-1, SIZE])
 def test_token_outside_the_vocabulary_is_named(token_id):
     built = tokenizer_from_gguf(BPE)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stoker.models import ops
+from stoker.models.config import Kernels
 from stoker.models.errors import StokerError
 from stoker.models.ops import Layout, cpu, xla
 
@@ -48,6 +50,26 @@ def test_published_widths_equal_the_reference(isa: str, dtype: str) -> None:
     got, after = run(arrays, layout, isa=isa)
     np.testing.assert_allclose(got, want, atol=2e-5)
     np.testing.assert_array_equal(jnp.float32(after[1:]), jnp.float32(pages[1:]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norm_and_rotation_come_first(dtype: str) -> None:
+    """Both implementations, given rows as the projections make them."""
+    (q, latent, pages), layout = inputs([3, 1], [20, 40], dtype)
+    angles = RNG.uniform(0, 6, (4, (W - R) // 2))
+    turn = jnp.float32(np.cos(angles)), jnp.float32(np.sin(angles))
+    norm = jnp.float32(RNG.normal(1, 0.3, R)), 1e-6
+    want, got = (
+        ops.latent_attention(
+            *(q, latent, pages, layout, kernels), norm=norm, turn=turn, rank=R, scale=W**-0.5
+        )
+        for kernels in (Kernels("xla"), Kernels("cpu"))
+    )
+    np.testing.assert_allclose(got[0], want[0], atol=2e-5 if dtype == "float32" else 2e-3)
+    after, expected = (jnp.float32(pages[1:]) for _, pages in (got, want))
+    np.testing.assert_allclose(after, expected, rtol=1e-5 if dtype == "float32" else 1e-2)
+    plain, _ = run((q, latent, pages), layout)
+    assert np.abs(plain - want[0]).max() > 0.01
 
 
 @pytest.mark.parametrize("isa", LIBRARY.isas)
