@@ -81,7 +81,7 @@ class Command:
             return self._fail(f"out of memory: {str(error).splitlines()[0]}", FAILED)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-            return INTERRUPTED, "it was interrupted"
+            return INTERRUPTED, ""
         except BrokenPipeError:
             # The reader has gone (as `head` does): nothing is left to say, nor anyone to hear it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -169,7 +169,7 @@ class Watch(threading.Thread):
         now = time.monotonic()
         for index, peer in self._peers.items():
             if index not in self._gone and now - self._heard[index] > self._silence_s:
-                self._go(peer, f"nothing was heard of it for {self._silence_s:.0f} s")
+                self._go(peer, f"nothing was heard of it for {self._silence_s:g} s")
 
     def _go(self, peer: Peer, why: str) -> None:
         if self._leaving:
