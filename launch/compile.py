@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -87,6 +88,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "Keep compiled programs in the cache folder, for a faster next time.",
         flag_values=values,
     )
+    string("text", None, "Write what each program consists of to files in this folder.")
     string("json", None, "Write one JSON object to this file, or - for standard output.")
 
 
@@ -105,13 +107,17 @@ def run(values: flags.FlagValues) -> None:
     with common.count_bar() as bar:
         task = bar.add_task("compiling", total=len(chosen))
         for shape in chosen:
-            reports.append(report_step(setup, shape, target))
+            keep = None
+            if values.text is not None:
+                keep = functools.partial(_write, "text", str(Path(values.text) / f"{shape}.txt"))
+            reports.append(report_step(setup, shape, target, keep))
             bar.advance(task)
     described = describe(values, setup, target)
     if values.json != "-":
         print_report(described, reports, Console(width=128, highlight=False))
     if values.json is not None:
-        _write(values.json, described | {"steps": [report.to_json() for report in reports]})
+        report = described | {"steps": [report.to_json() for report in reports]}
+        _write("json", values.json, json.dumps(report, indent=1) + "\n")
 
 
 def new_setup(values: flags.FlagValues, target: Target) -> Setup:
@@ -227,16 +233,15 @@ def _pages(setup: Setup, target: Target) -> int:
     return max(min(setup.slots * one, int(DEVICE_SHARE * free) // page), one)
 
 
-def _write(path: str, report: dict[str, Any]) -> None:
-    text = json.dumps(report, indent=1)
+def _write(flag: str, path: str, text: str) -> None:
     if path == "-":
-        print(text)
+        print(text, end="")
         return
     try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
-        raise StokerError(f"--json: cannot write {path!r}: {reason}") from None
+        raise StokerError(f"--{flag}: cannot write {path!r}: {reason}") from None
 
 
 COMMAND = Command("compile", define_flags, run)
