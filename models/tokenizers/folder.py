@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping
@@ -13,8 +14,10 @@ from sentencepiece import sentencepiece_model_pb2
 from ..errors import StokerError
 from ..json_files import read_json, read_text
 from .base import Tokenizer, TokenType, Vocabulary
+from .bpe import BpeTokenizer
 from .fast import FastTokenizer, engine_of, read_pieces
 from .spm import SpmTokenizer
+from .tiktoken import convention_of, is_tiktoken, merges_of, pieces_of, read_ranks
 
 FAST, SPM = "tokenizer.json", "tokenizer.model"
 #: Files with special tokens and settings, the first having the last word.
@@ -27,7 +30,8 @@ _proto: Any = sentencepiece_model_pb2
 def tokenizer_from_folder(folder: pathlib.Path) -> Tokenizer:
     """Builds the tokenizer of a model folder.
 
-    - `tokenizer.json`, or without it `tokenizer.model` (SentencePiece BPE), has the tokens.
+    - `tokenizer.json`, or without it `tokenizer.model` (SentencePiece BPE, or Llama 3's ranks as
+      the tiktoken library reads them) or `o200k_base.tiktoken` (GPT-OSS) has the tokens.
     - `tokenizer_config.json` has the begin and end tokens and a chat template, before which goes
       `chat_template.jinja`. Whether `encode` adds begin and end tokens is for the post-processor
       of `tokenizer.json` to say (as in transformers from version 5 on); for `tokenizer.model`,
@@ -43,8 +47,11 @@ def tokenizer_from_folder(folder: pathlib.Path) -> Tokenizer:
         settings |= _optional(folder / name)
     if (folder / FAST).is_file():
         return _fast(folder, settings)
-    if (folder / SPM).is_file():
+    if (folder / SPM).is_file() and not is_tiktoken(folder / SPM):
         return _sentencepiece(folder, settings)
+    ranked = [path for path in (folder / SPM, *sorted(folder.glob("*.tiktoken"))) if path.is_file()]
+    if ranked:
+        return _tiktoken(folder, settings, ranked[0])
     raise StokerError(f"'{folder}' has no {FAST} or {SPM}; add the tokenizer's files")
 
 
@@ -105,6 +112,28 @@ def _sentencepiece(folder: pathlib.Path, settings: Mapping[str, Any]) -> Tokeniz
         around.append([tokens.index(token)] if added else [])
     vocabulary = _vocabulary(folder, settings, tokens, types, around)
     return SpmTokenizer(vocabulary, scores, normalizer.add_dummy_prefix)
+
+
+def _tiktoken(folder: pathlib.Path, settings: Mapping[str, Any], path: pathlib.Path) -> Tokenizer:
+    convention, ranks = convention_of(path), read_ranks(path)
+    special = dict(enumerate(convention.special, len(ranks)))
+    # What the folder says of its own tokens has the last word.
+    special |= {i: token for token, i in _added(folder, settings).items() if i >= len(ranks)}
+    if max(special) >= len(ranks) + (1 << 16):
+        raise StokerError(
+            f"added token '{special[max(special)]}' has the id {max(special)}, far past the "
+            f"{len(ranks)} of '{path}'; download the tokenizer again"
+        )
+    tokens, types = pieces_of(ranks, special)
+    settings = {"bos_token": convention.begin, "eos_token": convention.end} | dict(settings)
+    ids = {token: i for i, token in special.items()}
+    begin = ids.get(_spelling(settings["bos_token"]))
+    added = settings.get("add_bos_token", convention.adds_begin)
+    around = [[begin] if added and begin is not None else [], []]
+    vocabulary = _vocabulary(folder, settings, tokens, types, around)
+    stops = {ids[token] for token in convention.stops if token in ids}
+    vocabulary = dataclasses.replace(vocabulary, stop_ids=vocabulary.stop_ids | stops)
+    return BpeTokenizer(vocabulary, merges_of(ranks), convention.rule)
 
 
 def _added(folder: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, int]:

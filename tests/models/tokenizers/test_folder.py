@@ -249,3 +249,27 @@ def test_strange_settings_are_refused_in_one_sentence_or_do_no_harm(key, tmp_pat
                 else:
                     (folder / "tokenizer_config.json").write_text(json.dumps({key: strange}))
                     tokenizer_from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "source"),
+    [
+        ({"chat_template.jinja": "A", "chat_template.json": {"chat_template": "B"}}, "A"),
+        ({"chat_template.json": {"chat_template": "A"}, "tokenizer_config.json": "B"}, "A"),
+        ({"chat_template.json": {"chat_template": {"default": "A", "rag": "C"}}}, "A"),
+        ({"tokenizer_config.json": "A", "additional_chat_templates/rag.jinja": "B"}, "A"),
+        ({"tokenizer_config.json": [{"name": "rag", "template": "B"}]}, None),
+        ({"additional_chat_templates/rag.jinja": "B"}, None),
+    ],
+)
+def test_a_chat_template_is_found_in_its_several_places(tmp_path, files, source):
+    trained("bytes").save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        if name == "tokenizer_config.json":
+            content = {"chat_template": content}
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    tokenizer = tokenizer_from_folder(tmp_path)
+    assert tokenizer.chat_template == source
+    assert tokenizer.template_source.startswith(next(iter(files)) if source else "")
