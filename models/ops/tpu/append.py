@@ -93,11 +93,11 @@ def _place(
     tokens = min(tile_rows(pages.dtype), Z) if single and by_token and Z % 32 == 0 else Z
     page_block = (1, K, tokens, H) if by_token else (1, K, H, tokens)
 
-    def page_index(visit: int, page: jax.Array, row: jax.Array, offset: jax.Array, _: jax.Array) -> tuple[Any, ...]:
+    def page_index(visit: Any, page: Any, row: Any, offset: Any, count: Any) -> tuple[Any, ...]:
         part = offset[visit] // tokens
         return (page[visit], 0, part, 0) if by_token else (page[visit], 0, 0, part)
 
-    def rows_index(further: int, visit: int, page: jax.Array, row: jax.Array, *_: jax.Array) -> tuple[Any, ...]:
+    def rows_index(further: int, visit: Any, page: Any, row: Any, *_: Any) -> tuple[Any, ...]:
         return 0, jnp.minimum(row[visit] // block + further, last), 0
 
     several = 1 if single or last == 0 else 2

@@ -116,13 +116,13 @@ def _product(
         n = 2 if format_.kinds[1] else 1
         scratch = [pltpu.VMEM((block, scratch_width(format_)), jnp.float32)] * n
 
-    def at_tile(r: int, v: int, group: jax.Array, tile: jax.Array, *_: jax.Array) -> tuple[Any, ...]:
+    def at_tile(r: Any, v: Any, group: Any, tile: Any, *_: Any) -> tuple[Any, ...]:
         return tile[v], 0
 
-    def at_group(r: int, v: int, group: jax.Array, *_: jax.Array) -> tuple[Any, ...]:
+    def at_group(r: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
         return group[v], r, 0
 
-    def across_group(r: int, v: int, group: jax.Array, *_: jax.Array) -> tuple[Any, ...]:
+    def across_group(r: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
         return group[v], 0, r
 
     turned = (False, *(format_.turned if format_ else ()))
