@@ -123,7 +123,7 @@ def test_weights_are_widened_inside_the_product(target: str, kind: str) -> None:
         weight = quantised(target, 0, kind)
 
         def matmul(x: jax.Array, weight: QuantArray) -> jax.Array:
-            return ops.matmul(x, weight, Kernels(platform_of(target)))  # noqa: B023
+            return ops.matmul(x, weight, Kernels(platform_of(target)))
 
         program = compile_for(target, matmul, struct(rows, 4096), weight)
         check_product(program, weight, "stoker_matmul")
