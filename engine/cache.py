@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ..models.config import ModelConfig
 from ..models.pages import PageArray, layer_pages, layer_token_bytes
+from ..models.pages import page_tokens as tokens_of_page
 from ..models.transformer import LayerCache
-from .pages import PAGE_TOKENS
 
 #: The arrays of pages of each layer, as `models/pages.py` describes them: separate buffers, so that
 #: donating them lets every step write in place.
@@ -21,10 +19,12 @@ Cache = tuple[LayerCache, ...]
 def new_cache(
     config: ModelConfig,
     n_pages: int,
-    page_tokens: int = PAGE_TOKENS,
+    page_tokens: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
     """A zeroed cache of `n_pages` usable pages, besides the dump page, in `config.kv_dtype`.
+
+    Pages hold `page_tokens`, or what suits `config.kernels`.
 
     On a mesh, each part of its `data` axis has so many pages of its own, numbered alike; devices
     along its `sequence` axis have `page_tokens` of every page each; and KV heads lie where the
@@ -40,8 +40,9 @@ def new_cache(
             elif name is not None:
                 sizes[at] *= split.degree(name)
         placement = None if mesh is None else NamedSharding(mesh, split.spec(pages.axes))
-        return jnp.zeros(sizes, config.cache_dtype, device=placement)
+        return jnp.zeros(sizes, pages.dtype, device=placement)
 
+    page_tokens = page_tokens or tokens_of_page(config.kernels)
     return tuple(
         tuple(zeros(pages) for pages in layer_pages(config, page_tokens))
         for _ in range(config.n_layers)
@@ -53,12 +54,12 @@ def token_bytes(config: ModelConfig) -> int:
     return config.n_layers * layer_token_bytes(config)
 
 
-def page_bytes(config: ModelConfig, page_tokens: int = PAGE_TOKENS) -> int:
+def page_bytes(config: ModelConfig, page_tokens: int | None = None) -> int:
     """Bytes of one page over all layers, on each device: of `page_tokens` tokens and its heads."""
-    elements = 0
-    for pages in layer_pages(config, page_tokens):
-        own = math.prod(pages.shape)
+    size = 0
+    for pages in layer_pages(config, page_tokens or tokens_of_page(config.kernels)):
+        own = pages.nbytes
         if "kv_heads" in pages.axes:
             own = own // config.n_kv_heads * config.heads.kv.width
-        elements += own
-    return config.n_layers * elements * config.cache_dtype.itemsize
+        size += own
+    return config.n_layers * size

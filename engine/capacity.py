@@ -9,8 +9,9 @@ import jax
 
 from ..models.config import ModelConfig
 from ..models.errors import StokerError
+from ..models.pages import page_tokens as tokens_of_page
 from .cache import page_bytes as bytes_of_page
-from .pages import PAGE_TOKENS, pages_for
+from .pages import pages_for
 
 #: Share of the memory that is free once the weights are there, which a cache takes at most.
 HOST_SHARE, DEVICE_SHARE = 0.25, 0.8
@@ -30,7 +31,7 @@ def choose_pages(
         or memory does not suffice; with the numbers.
     """
     page_bytes = bytes_of_page(config)
-    page_tokens = PAGE_TOKENS * config.split.degree("context")
+    page_tokens = tokens_of_page(config.kernels) * config.split.degree("context")
     one = pages_for(context, page_tokens)
     free, share = _free_memory()
     if pages is not None and kv_bytes is not None:

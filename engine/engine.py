@@ -9,10 +9,11 @@ from collections.abc import Generator, Hashable, Sequence
 
 from ..models.errors import StokerError
 from ..models.loading import Model
+from ..models.pages import page_tokens
 from .accounting import CacheReads, weight_bytes
 from .capacity import choose_pages
 from .ledger import Ledger
-from .pages import PAGE_TOKENS, Pages
+from .pages import Pages
 from .parts import Parts
 from .progress import reply_bar
 from .prompts import Prompt, encode_prompt, reply_limit
@@ -101,7 +102,7 @@ class Engine:
             Scheduler(
                 Pages(
                     self.n_pages,
-                    PAGE_TOKENS * config.split.degree("context"),
+                    page_tokens(config.kernels) * config.split.degree("context"),
                     share=prefix_cache,
                 ),
                 slots=slots,
@@ -121,6 +122,7 @@ class Engine:
             n_pages=self.n_pages,
             end_ids=sorted(self._end_ids),
             mesh=model.mesh,
+            team=model.team,
         )
         self._weights = weight_bytes(config, model.params)
         self._reads = CacheReads(config)

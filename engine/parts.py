@@ -48,7 +48,7 @@ class Parts:
 
         def cost(part: int) -> tuple[bool, int, int, int]:
             scheduler = self.schedulers[part]
-            waits = bool(scheduler.waiting) or not scheduler.free_slots
+            waits = len(scheduler.waiting) >= scheduler.free_slots
             return waits, -scheduler.count_known(sequence), scheduler.load, part
 
         sequence.part = min(range(len(self.schedulers)), key=cost)

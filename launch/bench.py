@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..models.placed_model import place_model
 from ..models.random_weights import WEIGHTS, architecture, random_weights
 from . import common, traffic
 from .command import Command
-from .meshes import given_mesh, mesh_lines
+from .meshes import devices_at_once, given_mesh, mesh_lines
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -56,7 +57,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("weights", "int4", WEIGHTS, "Format of --random_weights.", flag_values=values)
 
 
-def run(values: flags.FlagValues) -> None:
+def run(values: flags.FlagValues, load: Callable[[], Model]) -> None:
     """Measures and reports."""
     batches = _batches(values.batch)
     if values.gen_len < 2:
@@ -68,7 +69,7 @@ def run(values: flags.FlagValues) -> None:
     if values.quantize is not None and values.random_weights is not None:
         raise StokerError("--quantize is for a checkpoint; --weights is what random ones have")
     trace = traffic.read_trace(values)
-    model = _model(values)
+    model = load()
     if trace is not None:
         report = traffic.measure(values, model, trace)
     else:
@@ -144,6 +145,8 @@ def _report(model: Model, results: list[Measurement]) -> dict[str, Any]:
     peak = peak_memory()  # before the probes take memory of their own
     bandwidth, bandwidth_source = memory_bandwidth()
     operations, operations_source = arithmetic_peak(model.config.kernels)
+    devices = devices_at_once(model)
+    bandwidth, operations = bandwidth * devices, operations * devices
     return {
         "model": model.name,
         "device": jax.devices()[0].device_kind,
@@ -231,7 +234,7 @@ def _print(report: dict[str, Any]) -> None:
         print(f"limits: {', '.join(limits)}")
 
 
-COMMAND = Command("bench", define_flags, run)
+COMMAND = Command("bench", define_flags, run, _model)
 
 if __name__ == "__main__":
     sys.exit(COMMAND.main())

@@ -14,7 +14,11 @@ from .parts import PLAIN_ROUTER, Latent, Router
 #: What is made of gate and up; see `ops.elementwise.gated`.
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 DTYPES = ("float32", "bfloat16")
-PLATFORMS = ("xla", "cpu")
+#: What keys and values may be kept in: int8 with a scale to each token and head.
+KV_DTYPES = (*DTYPES, "float8_e4m3fn", "int8")
+#: Platforms with Pallas kernels, as JAX calls them.
+PALLAS = ("tpu", "gpu")
+PLATFORMS = ("xla", "cpu", *PALLAS)
 ACTIVATION_TYPES = ("float32", "int8")
 #: Normalisation of queries and keys: none, of each head (Qwen3), or of all heads as one (OLMo 2).
 QK_NORMS = ("none", "head", "full")
@@ -27,7 +31,8 @@ class Kernels:
     """Who does the arithmetic.
 
     Attributes:
-      platform: "xla", the reference, which runs anywhere; or "cpu", the compiled kernels.
+      platform: "xla", the reference, which runs anywhere; "cpu", the compiled kernels; or "tpu" or
+        "gpu", the Pallas kernels for those. `ops.choices` tells what each operation comes to.
       activations: what quantised weights are multiplied with: "float32", the activations as they
         are, or "int8", where the kernels quantise them on the fly (only on "cpu").
     """
@@ -172,7 +177,7 @@ class ModelConfig:
       predict_layers: layers after the last that checkpoints keep for predicting several tokens;
         they are not loaded.
       dtype: what activations are computed in, one of `DTYPES`.
-      kv_dtype: what keys and values are kept in, likewise.
+      kv_dtype: what keys and values are kept in, one of `KV_DTYPES`.
       kernels: who does the arithmetic.
       split: how the devices of a mesh share the work; sizes above are always the whole model's.
     """
@@ -236,16 +241,26 @@ class ModelConfig:
                 f"{self.experts_per_token} experts for each token of {self.n_experts}; at least "
                 "one and at most all can serve"
             )
+        self._check_cache()
         self._check_kinds()
         self._check_numbers()
         self._check_parts()
         choices = (("activation", ACTIVATIONS), ("qk_norm", QK_NORMS))
-        for name, known in (*choices, ("dtype", DTYPES), ("kv_dtype", DTYPES)):
+        for name, known in (*choices, ("dtype", DTYPES), ("kv_dtype", KV_DTYPES)):
             if getattr(self, name) not in known:
                 raise StokerError(
                     f"{name.removeprefix('kv_')} '{getattr(self, name)}' is not known; supported: "
                     f"{', '.join(known)}"
                 )
+
+    def _check_cache(self) -> None:
+        if self.kernels.platform == "cpu" and self.kv_dtype not in DTYPES:
+            raise StokerError(
+                f"the CPU kernels keep keys and values as {' or '.join(DTYPES)}, not "
+                f"{self.kv_dtype}; use kernels='xla'"
+            )
+        if self.latent is not None and self.kv_dtype == "int8":
+            raise StokerError("latent vectors are not kept as int8; use bfloat16 or float8_e4m3fn")
 
     def _check_kinds(self) -> None:
         if self.kinds and len(self.kinds) != self.n_layers:

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..sharding import Rules
+from ..sharding import Rules, Team
 from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.manifest import is_native_folder
 from .checkpoints.native import NativeCheckpoint
 from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
-from .config import Kernels, ModelConfig
+from .config import PALLAS, Kernels, ModelConfig
 from .errors import StokerError
 from .families import Family, family_for, family_of_name, family_of_type
 from .families.gguf_config import model_config as config_from_gguf
@@ -32,7 +32,7 @@ from .ops import cpu
 from .parameters import Params, abstract_params, named_parameters, unflatten
 from .placement import place_parameter, split_config
 from .quantise import Quantisation
-from .quantized import QuantArray
+from .quantized import QuantArray, ready
 from .reading import WHOLE, Progress, is_turned, read_parameters
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
@@ -58,6 +58,7 @@ class Model:
       file_bytes: size of the checkpoint.
       load_seconds: from the name to the parameters on the device; None likewise.
       mesh: the devices that the model is split over, as `config.split` says; None for one device.
+      team: ties of process 0 to the others, where the mesh has devices of several processes.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Model:
     file_bytes: int
     load_seconds: float | None
     mesh: jax.sharding.Mesh | None = None
+    team: Team | None = dataclasses.field(default=None, repr=False)
 
 
 def load_model(
@@ -91,7 +93,7 @@ def load_model(
       name: what `resolve` takes.
       dtype: of activations; by default float32 on CPU and bfloat16 elsewhere.
       kv_dtype: of cached keys and values; by default `dtype`, but bfloat16 beside int8 activations.
-      kernels: "xla" or "cpu"; by default what `choose_kernels` says.
+      kernels: one of `config.PLATFORMS`; by default what `choose_kernels` says.
       activations: "float32" or "int8"; likewise.
       quantize: makes the dense matrices of the checkpoint int8 or int4 as they are read, for
         example "int4:group=64" (see `Quantisation.parse`).
@@ -194,17 +196,25 @@ def choose_kernels(platform: str | None = None, activations: str | None = None) 
     """The kernels to run: those asked for, or the fastest that this machine has.
 
     On a CPU these are the compiled kernels, with int8 activations; where they are missing, a
-    warning says why and what to do, and the reference serves. Elsewhere it is the reference.
+    warning says why and what to do, and the reference serves. On TPUs and GPUs it is the Pallas
+    kernels, or what `ops.choices` says for each operation; elsewhere, the reference.
 
     Raises:
       StokerError: what was asked for is unknown, or not to be had.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    backend = jax.default_backend()
+    on_cpu = backend == "cpu"
+    if platform in PALLAS and platform != backend:
+        raise StokerError(
+            f"kernels '{platform}' were asked for, but this is a {backend} host; use kernels='xla'"
+        )
     if platform == "cpu" and not (on_cpu and cpu.load()):
-        why = cpu.why_unavailable() if on_cpu else f"this is a {jax.default_backend()} host"
+        why = cpu.why_unavailable() if on_cpu else f"this is a {backend} host"
         raise StokerError(f"kernels 'cpu' were asked for, but are not to be had: {why}")
     if platform is None:
         platform = "cpu" if on_cpu and cpu.load() else "xla"
+        if backend in PALLAS:
+            platform = backend
         if on_cpu and platform == "xla":
             _LOG.warning("stoker: %s", cpu.why_unavailable())
     if activations is None:
@@ -282,13 +292,16 @@ def load_params(
         if config.kernels.platform == "cpu" and packs:
             value = cpu.prepare(value, arena.empty)
             widened += not isinstance(value, cpu.PackedArray)
+        if config.kernels.platform == "tpu" and packs:
+            value = ready(value)
         values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
         # What is packed or placed must not stay while the next one is read.
         del value
     if widened:
         _LOG.warning(
-            "stoker: %d matrices of 8-bit floats are held as bfloat16 or float32, since the CPU "
-            "kernels multiply with integers only; kernels='xla' keeps them as they are",
+            "stoker: %d matrices of 8-bit floats (or groups that are not whole fours) are held as "
+            "bfloat16 or float32, since the CPU kernels multiply with integers only; kernels='xla' "
+            "keeps them as they are",
             widened,
         )
     return unflatten(abstract_params(config), values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,7 @@ def _grouped(values: jax.Array, factor: jax.Array | None) -> jax.Array:
 
 
 def _float32(values: jax.Array) -> jax.Array:
-    """Integers and floats, or float16 whose bits are kept as int16 (see `ops.tpu.ready`)."""
+    """Integers and floats, or float16 whose bits are kept as int16 (see `ready`)."""
     if values.dtype == jnp.int16:
         values = jax.lax.bitcast_convert_type(values, jnp.float16)
     return values.astype(jnp.float32)
@@ -123,6 +124,18 @@ def dequantize(array: QuantArray, dtype: jnp.dtype | type = jnp.float32) -> jax.
     if array.minimum is not None:
         values = values + _grouped(array.minimum, array.super_minimum)[..., None]
     return values.reshape(array.shape).astype(dtype)
+
+
+def ready(weight: QuantArray) -> QuantArray:
+    """`weight` with the bits of float16 scales as int16, which TPU kernels can load.
+
+    Works on arrays of NumPy and of JAX; the numbers that it stands for are the same.
+    """
+
+    def bits(leaf: Any) -> Any:
+        return leaf.view(jnp.int16) if leaf.dtype == jnp.float16 else leaf
+
+    return jax.tree.map(bits, weight)
 
 
 def densify(weight: Weight, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:

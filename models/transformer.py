@@ -109,7 +109,7 @@ def attention_block(
     attend = ops.attention
     if context:
         attend = functools.partial(ops.shared_attention, axes=context)
-    k_pages, v_pages = pages
+    k_pages, v_pages = ops.pack_pages(pages)
     out, keys, values = attend(
         q,
         k,
@@ -128,7 +128,7 @@ def attention_block(
     out = _biased(weights, "o", total(out, config.split.axes("heads")))
     if config.post_norm:
         out = ops.rms_norm(out, weights["attn_post_norm"], config.norm_eps)
-    return out, (keys, values)
+    return out, tuple(jax.tree.leaves((keys, values)))
 
 
 def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:

@@ -1,8 +1,10 @@
 """The arithmetic of the decoder. `Kernels` chooses who does it; the answers agree.
 
-`xla/` is the reference and runs anywhere; `cpu/` are compiled kernels for the CPU.
+`xla/` is the reference and runs anywhere; `cpu/` are compiled kernels for the CPU; `tpu/` and
+`gpu/` are Pallas kernels. `choices` tells who does what.
 """
 
+from .choices import Choice, choices
 from .dispatch import (
     AnyWeight,
     attention,
@@ -22,13 +24,18 @@ from .dispatch import (
 )
 from .elementwise import gated, rms_norm, rotary_tables, softcap
 from .layout import Layout
+from .quant_pages import Pages, QuantPages, pack_pages
 from .sampling import Sampling, uniforms
 
 __all__ = [
     "AnyWeight",
+    "Choice",
     "Layout",
+    "Pages",
+    "QuantPages",
     "Sampling",
     "attention",
+    "choices",
     "embed",
     "gated",
     "gated_matmul",
@@ -39,6 +46,7 @@ __all__ = [
     "latent_attention",
     "logsumexp",
     "matmul",
+    "pack_pages",
     "products",
     "rms_norm",
     "rotary_tables",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -11,8 +12,10 @@ from ..config import Kernels
 from ..errors import StokerError
 from ..quantized import QuantArray, Weight, densify
 from . import cpu, xla
+from .choices import attention_choice, grouped_choice, implementation, product_choice
 from .elementwise import gated, rms_norm, rotate
 from .layout import Layout
+from .quant_pages import Pages, tpu_values_by_token
 from .sampling import Sampling
 
 #: What a product multiplies with: also the layout that the CPU kernels stream.
@@ -40,7 +43,7 @@ def products(
         results = cpu.products(x, packed, norm=norm, activations=kernels.activations)
     else:
         normed = x if norm is None else rms_norm(x, *norm)
-        results = tuple(xla.matmul(normed, _plain(weight)) for weight in weights)
+        results = tuple(_product(normed, weight, kernels, dtype or x.dtype) for weight in weights)
     return tuple(result.astype(dtype or x.dtype) for result in results)
 
 
@@ -61,7 +64,7 @@ def gated_matmul(
             gate, up, _packed(weight), activation=activation, activations=kernels.activations
         )
     else:
-        result = xla.matmul(gated(gate, up, activation), _plain(weight))
+        result = _product(gated(gate, up, activation), weight, kernels, gate.dtype)
     return result.astype(gate.dtype)
 
 
@@ -92,7 +95,7 @@ def grouped_products(
         )
     else:
         results = tuple(
-            xla.grouped_matmul(x, _plain(weight), sizes, bias)
+            _grouped_product(x, weight, sizes, bias, kernels)
             for weight, bias in zip(weights, biases, strict=True)
         )
     return tuple(result.astype(x.dtype) for result in results)
@@ -120,7 +123,7 @@ def grouped_gated_matmul(
         )
     else:
         x = gated(gate, up, activation)
-        result = xla.grouped_matmul(x, _plain(weight), sizes, bias)
+        result = _grouped_product(x, weight, sizes, bias, kernels)
     return result.astype(gate.dtype)
 
 
@@ -135,6 +138,31 @@ def head_matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
     rows, sizes = x.swapaxes(0, 1).reshape(N * T, C), jnp.full(N, T, jnp.int32)
     (result,) = grouped_products(rows, (weight,), sizes, kernels)
     return result.reshape(N, T, -1).swapaxes(0, 1)
+
+
+def _product(
+    x: jax.Array, weight: AnyWeight, kernels: Kernels, dtype: jnp.dtype | type
+) -> jax.Array:
+    """`x [T, C]` times the transpose of `weight [R, C]`, not by the CPU kernels: `[T, R]`."""
+    plain = _plain(weight)
+    chosen = product_choice(kernels, plain).implementation
+    if chosen == "xla":
+        return xla.matmul(x, plain)
+    return implementation(chosen).matmul(x, plain, dtype=dtype)
+
+
+def _grouped_product(
+    x: jax.Array, weight: AnyWeight, sizes: jax.Array, bias: jax.Array | None, kernels: Kernels
+) -> jax.Array:
+    """`grouped_products` of one weight, not by the CPU kernels."""
+    plain = _plain(weight)
+    chosen = grouped_choice(kernels, plain).implementation
+    if chosen == "xla":
+        return xla.grouped_matmul(x, plain, sizes, bias)
+    if bias is None:
+        return implementation(chosen).grouped_matmul(x, plain, sizes, dtype=x.dtype)
+    out = implementation(chosen).grouped_matmul(x, plain, sizes)
+    return out + xla.rows_of_groups(bias, sizes, x.shape[0])
 
 
 def _packed(weight: AnyWeight) -> jax.Array | cpu.PackedArray:
@@ -159,8 +187,8 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     kernels: Kernels,
     *,
@@ -169,7 +197,7 @@ def attention(
     sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages, Pages]:
     """Rotates q and k, appends keys and values to the pages, and attends causally over live pages.
 
     Args and results as of `xla.attention`, which says more, but for q and k, which are not rotated
@@ -185,13 +213,22 @@ def attention(
             softcap=softcap,
         )
     q, k = rotate(q, *turn), rotate(k, *turn)
-    return xla.attention(
+    chosen = attention_choice(kernels, q.shape[-1], jax.tree.leaves(k_pages)[0]).implementation
+    attend = functools.partial(xla.attention, by_token=_by_token(q, kernels))
+    if chosen != "xla":
+        attend = implementation(chosen).attention
+    return attend(
         *(q, k, v, k_pages, v_pages, layout),
         scale=scale,
         sinks=sinks,
         window=window,
         softcap=softcap,
     )
+
+
+def _by_token(q: jax.Array, kernels: Kernels) -> bool:
+    """How the values lie that the pages of these kernels hold."""
+    return kernels.platform != "tpu" or tpu_values_by_token(q.shape[-1])
 
 
 def latent_attention(
@@ -254,8 +291,8 @@ def shared_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     kernels: Kernels,
     *,
@@ -265,7 +302,7 @@ def shared_attention(
     sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages, Pages]:
     """`attention` of this device's rows, where the devices of `axes` share each page's tokens.
 
     The reference on every platform: the CPU kernels do not return what parts are joined by. See
@@ -279,6 +316,7 @@ def shared_attention(
         sinks=sinks,
         window=window,
         softcap=softcap,
+        by_token=_by_token(q, kernels),
     )
 
 

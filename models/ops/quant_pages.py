@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -50,6 +52,36 @@ def quantize_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.clip(codes, -_MOST, _MOST).astype(jnp.int8), scale
 
 
+def tpu_value_shape(page_tokens: int, head_dim: int) -> tuple[int, int]:
+    """The last two axes of value pages for the TPU kernels.
+
+    Memory is tiled by 128 lanes: a narrower last axis is padded to them, so widths that do not fill
+    them go beside tokens, which do.
+    """
+    Z, H = page_tokens, head_dim
+    return (Z, H) if tpu_values_by_token(H) else (H, Z)
+
+
+def tpu_values_by_token(head_dim: int) -> bool:
+    """Whether the TPU kernels want values as `[P, K, Z, H]`, not laid out as keys are."""
+    return head_dim % 128 == 0
+
+
+def pack_pages(arrays: Sequence[jax.Array]) -> tuple[Pages, Pages]:
+    """Keys and values of a layer's arrays: two of floats, or each codes and scales, in turn."""
+    if len(arrays) == 2:
+        return arrays[0], arrays[1]
+    return QuantPages(*arrays[:2]), QuantPages(*arrays[2:])
+
+
+def narrow(rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`rows` in a type of pages; a float8 takes the nearest number that it has, never NaN."""
+    if jnp.dtype(dtype).itemsize == 1:
+        most = float(jnp.finfo(dtype).max)
+        rows = jnp.clip(rows, -most, most)
+    return rows.astype(dtype)
+
+
 def widen(pages: Pages, axis: int) -> jax.Array:
     """The numbers that pages stand for, float32; `axis` is the one of H."""
     if isinstance(pages, QuantPages):
@@ -72,9 +104,9 @@ def store(
 
     def put(array: jax.Array, values: jax.Array) -> jax.Array:
         places = array.at[page, :, offset] if token_axis == 2 else array.at[page, :, :, offset]
-        return places.set(values.astype(array.dtype))
+        return places.set(values)
 
     if not isinstance(pages, QuantPages):
-        return put(pages, rows)
+        return put(pages, narrow(rows, pages.dtype))
     codes, scale = quantize_rows(rows)
     return QuantPages(put(pages.codes, codes), pages.scale.at[page, :, offset].set(scale))

@@ -52,15 +52,6 @@ def compiled(
     split = config.split
     parts = split.degree("slots")
 
-    def shapes(tree, specs):
-        return jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
-            ),
-            tree,
-            specs,
-        )
-
     def of_slots(tree):
         """The shapes of all parts' arrays, from those of one."""
         return jax.tree.map(
@@ -72,7 +63,7 @@ def compiled(
             tree,
         )
 
-    cache = shapes(jax.eval_shape(lambda: new_cache(config, pages)), cache_specs(config))
+    cache = cache_shapes(config, mesh, pages)
     requests = [SamplingParams(seed=0)] * slots
     state = of_slots(jax.eval_shape(lambda: steps.new_state(requests, config.vocab_size, context)))
     table = np.zeros((slots, pages_for(context, 16 * split.degree("context"))), np.int32)
@@ -87,6 +78,17 @@ def compiled(
         batch = of_slots(batch)
     arguments = (shape_params(config, mesh, dtype), cache, state, batch)
     return lower_step(getattr(steps, step), config, *arguments, mesh=mesh, top=4).compile()
+
+
+def cache_shapes(config: ModelConfig, mesh: Mesh, pages: int):
+    """The cache of each data part's `pages`, on `mesh`."""
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        jax.eval_shape(lambda: new_cache(config, pages)),
+        cache_specs(config),
+    )
 
 
 def collectives(program: jax.stages.Compiled) -> dict[str, int]:

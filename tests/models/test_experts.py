@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import TINY
+from tiny import KERNELS, TINY
 
 from stoker.models.config import ModelConfig
 from stoker.models.errors import StokerError
@@ -51,12 +51,14 @@ def test_shares_are_of_the_likeliest_experts():
     np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
-def test_a_row_that_is_not_a_number_keeps_to_itself(weights):
-    params = random_weights(EXPERTS, weights)["layers"][0]
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4", "mxfp4"])
+def test_a_row_that_is_not_a_number_keeps_to_itself(weights, kernels):
+    config = dataclasses.replace(EXPERTS, kernels=KERNELS[kernels])
+    params = random_weights(config, weights)["layers"][0]
     x = jax.random.normal(jax.random.key(0), (6, EXPERTS.d_model))
-    clean = experts_block(params, x, EXPERTS)
-    spoilt = experts_block(params, x.at[2].set(jnp.nan), EXPERTS)
+    clean = experts_block(params, x, config)
+    spoilt = experts_block(params, x.at[2].set(jnp.nan), config)
     kept = np.arange(6) != 2
     assert np.isfinite(clean).all() and np.isnan(spoilt[2]).all()
     np.testing.assert_allclose(spoilt[kept], clean[kept], atol=1e-5)

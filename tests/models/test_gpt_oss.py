@@ -103,3 +103,14 @@ def test_the_published_spelling_of_the_configuration_means_the_same(published) -
         model_config(family, ConfigJson(older | {"swiglu_limit": 5.0}), tensors)
     with pytest.raises(StokerError, match="'hidden_act' is 'gelu'"):
         model_config(family, ConfigJson(older | {"hidden_act": "gelu"}), tensors)
+
+
+@pytest.mark.reference
+def test_integer_activations_stay_close_and_chunks_change_no_bit(published) -> None:
+    folder, _, expected = published
+    model = load_model(folder, kernels="cpu")
+    whole = logits_of(model, LENGTH)
+    np.testing.assert_array_equal(logits_of(model, CHUNK), whole)
+    np.testing.assert_array_equal(logits_of(model, 1), whole)
+    wanted = expected[LENGTH - 1 :]
+    assert np.corrcoef(whole.ravel(), wanted.ravel())[0, 1] > 0.99

@@ -300,7 +300,7 @@ def _spread(values: jax.Array, width: int) -> jax.Array:
 
 
 def _widen(codes: jax.Array, factors: list[jax.Array], format_: _Format) -> list[jax.Array]:
-    """Weights of some bytes, `[outputs, bytes]`: of low and of high halves, where codes are 4-bit."""
+    """Weights of some bytes, `[outputs, bytes]`: of low and high halves, where codes are 4-bit."""
     if not format_.bits:
         return [codes]
     if format_.bits == 8:

@@ -11,8 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..blocks import PageVisits, page_visits
 from ..layout import Layout
-from ..quant_pages import Pages, QuantPages, quantize_rows
-from .common import EXACT, LANES, tile_rows
+from ..quant_pages import Pages, QuantPages, narrow, quantize_rows, tpu_values_by_token
+from .common import EXACT, tile_rows
 
 
 def append(
@@ -33,7 +33,7 @@ def append(
       k: `[T, K, H]`, rotated.
       v: `[T, K, H]`.
       k_pages: `[P, K, H, Z]`; donate it, and it is updated in place.
-      v_pages: `[P, K, *value_shape(Z, H)]`, likewise.
+      v_pages: `[P, K, *tpu_value_shape(Z, H)]`, likewise.
       layout: where the rows sit; rows past their slot's pages write nothing.
       interpret: run the kernels as plain JAX, on any platform.
 
@@ -44,22 +44,7 @@ def append(
     visits = page_visits(layout, T, Z)
     single = layout.max_query == 1
     put = functools.partial(_put, visits=visits, single=single, interpret=interpret)
-    return put(k, k_pages, by_token=False), put(v, v_pages, by_token=values_by_token(H))
-
-
-def value_shape(page_tokens: int, head_dim: int) -> tuple[int, int]:
-    """The last two axes of value pages on TPUs.
-
-    Memory is tiled by 128 lanes: a narrower last axis is padded to them, so widths that do not fill
-    them go beside tokens, which do.
-    """
-    Z, H = page_tokens, head_dim
-    return (Z, H) if values_by_token(H) else (H, Z)
-
-
-def values_by_token(head_dim: int) -> bool:
-    """Whether values are `[P, K, Z, H]`, not laid out as keys are: see `value_shape`."""
-    return head_dim % LANES == 0
+    return put(k, k_pages, by_token=False), put(v, v_pages, by_token=tpu_values_by_token(H))
 
 
 def _put(
@@ -75,7 +60,7 @@ def _put(
     token_axis = 2 if by_token else 3
     call = functools.partial(_place, visits=visits, single=single, interpret=interpret)
     if not isinstance(pages, QuantPages):
-        return call(rows.astype(pages.dtype), pages, token_axis=token_axis)
+        return call(narrow(rows, pages.dtype), pages, token_axis=token_axis)
     codes, scale = quantize_rows(rows)
     return QuantPages(
         codes=call(codes, pages.codes, token_axis=token_axis),

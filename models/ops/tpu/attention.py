@@ -13,21 +13,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..blocks import block_size, query_blocks
 from ..layout import Layout
-from ..quant_pages import Pages, QuantPages
-from .append import append, values_by_token
+from ..quant_pages import Pages, QuantPages, tpu_values_by_token
+from .append import append
 from .common import EXACT, LANES, VMEM_BYTES
 
 _MASKED = -1e30
 #: Rows of queries (of one KV head) that share a reading of the keys: about where products on the
 #: matrix units take as long as the reading does.
 ROWS = 256
+#: Bytes that all KV heads' rows may take.
+ROWS_BYTES = VMEM_BYTES // 2
 #: Bytes of pages that are on their way at once: enough to hide the latency of memory.
 BLOCK_BYTES = 2 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What the kernel knows when it is compiled: see `attention`; `pages` to a round of its loop."""
+    """What the kernel knows when it is compiled; `pages` are those of a round of its loop."""
 
     G: int
     Z: int
@@ -71,7 +73,7 @@ def attention(
       k: `[T, K, H]`, rotated.
       v: `[T, K, H]`.
       k_pages: `[P, K, H, Z]`; donate it, and it is updated in place.
-      v_pages: `[P, K, *value_shape(Z, H)]`, likewise.
+      v_pages: `[P, K, *tpu_value_shape(Z, H)]`, likewise.
       layout: where the rows sit. A row past the M * Z tokens of its pages writes nothing, and its
         output is NaN; padding rows yield zeros.
       scale: factor on the scores, usually H ** -0.5.
@@ -87,7 +89,9 @@ def attention(
     T, N, H = q.shape
     K, Z = k_pages.shape[1], k_pages.shape[3]
     M, G = layout.page_table.shape[1], N // K
-    size = block_size(layout, T, ROWS // G)
+    # Two copies each of queries and output; peaks, totals and sums.
+    row_bytes = K * (4 * H * q.dtype.itemsize + 4 * (H + 2 * LANES))
+    size = block_size(layout, T, min(ROWS, ROWS_BYTES // row_bytes) // G)
     blocks = query_blocks(layout, T, size)
     rows = blocks.rows(T)
     W, R = rows.shape[0], size * G
@@ -105,7 +109,7 @@ def attention(
         softcap=softcap,
         quantised=quantised,
         sinks=sinks is not None,
-        by_token=values_by_token(H),
+        by_token=tpu_values_by_token(H),
     )
     out = _call(queries, sinks, k_pages, v_pages, layout, blocks, sizes, interpret)
     out = out.reshape(W, K, size, G, H).swapaxes(1, 2).reshape(W * size, N, H)
@@ -134,7 +138,7 @@ def _call(
     interpret: Any,
 ) -> jax.Array:
     W, K, R, H = queries.shape
-    Z, n = sizes.Z, sizes.pages
+    n = sizes.pages
     pools = jax.tree.leaves((k_pages, v_pages))
     own = pl.BlockSpec((1, K, R, H), lambda w, *_: (w, 0, 0, 0))
     operands, specs = [queries], [own]

@@ -1,7 +1,7 @@
 """The reference implementations: plain XLA, for every platform."""
 
 from .attention import attention, latent_attention
-from .matmul import grouped_matmul, head_matmul, matmul
+from .matmul import grouped_matmul, head_matmul, matmul, rows_of_groups
 from .sample import largest, sample
 from .shared_attention import shared_attention, shared_latent_attention
 
@@ -12,6 +12,7 @@ __all__ = [
     "largest",
     "latent_attention",
     "matmul",
+    "rows_of_groups",
     "sample",
     "shared_attention",
     "shared_latent_attention",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ..elementwise import softcap as soften
 from ..layout import DUMP_PAGE, Layout
+from ..quant_pages import Pages, narrow, store, widen
 
 #: Cache positions that the reference attends to in one round of its loop.
 BLOCK_TOKENS = 128
@@ -21,15 +22,16 @@ def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     *,
     scale: float,
     sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    by_token: bool = True,
+) -> tuple[jax.Array, Pages, Pages]:
     """Appends this step's keys and values to the pages, then attends causally over live pages.
 
     The online softmax of FlashAttention (Dao et al. 2022), in a loop whose length follows the
@@ -49,6 +51,7 @@ def attention(
         softmax and has no value (GPT-OSS; Xiao et al. 2023 on why it helps); None for none.
       window: tokens that a row sees, itself included; 0 for all.
       softcap: scores become softcap * tanh(score / softcap); 0 for none.
+      by_token: whether value pages are `[P, K, Z, H]`; else they are laid out as keys are.
 
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
@@ -59,6 +62,7 @@ def attention(
         sinks=sinks,
         window=window,
         softcap=softcap,
+        by_token=by_token,
     )
     return finished(weighted, total).astype(q.dtype), k_pages, v_pages
 
@@ -72,8 +76,8 @@ def partial_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     *,
     scale: float,
@@ -82,7 +86,8 @@ def partial_attention(
     softcap: float,
     share: jax.Array | int = 0,
     shares: int = 1,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    by_token: bool = True,
+) -> tuple[jax.Array, jax.Array, jax.Array, Pages, Pages]:
     """`attention` before its division, over one of `shares` equal shares of each page's tokens.
 
     A page holds `shares * Z` tokens; this share's pages are the Z from `share * Z` on.
@@ -92,15 +97,18 @@ def partial_attention(
       relative to it `[T, N]` (NaN in rows past their pages), and that of weighted values
       `[T, N, H]`; and both page pools.
     """
-    H, (K, Z) = q.shape[-1], v_pages.shape[1:3]
+    _, K, H, Z = k_pages.shape
     page, offset = _places(layout, q.shape[0], Z, share, shares)
-    k_pages = k_pages.at[page, :, :, offset].set(k.astype(k_pages.dtype))
-    v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype))
+    k_pages = store(k_pages, k, page, offset, token_axis=3)
+    v_pages = store(v_pages, v, page, offset, token_axis=2 if by_token else 3)
 
     def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         S, pages = ids.shape
-        keys = k_pages[ids].transpose(0, 1, 4, 2, 3).reshape(S, pages * Z, K, H)
-        return keys, v_pages[ids].swapaxes(2, 3).reshape(S, pages * Z, K, H)
+        keys, values = (jax.tree.map(lambda x: x[ids], pool) for pool in (k_pages, v_pages))
+        turn = (0, 1, 3, 2, 4) if by_token else (0, 1, 4, 2, 3)
+        keys = widen(keys, -2).transpose(0, 1, 4, 2, 3)
+        values = widen(values, -1 if by_token else -2).transpose(turn)
+        return keys.reshape(S, pages * Z, K, H), values.reshape(S, pages * Z, K, H)
 
     sums = _attend(
         *(q, read, (K, H), Z, layout, scale),
@@ -152,7 +160,7 @@ def partial_latent_attention(
     """`latent_attention` before its division, over one share; see `partial_attention`."""
     Z, W = pages.shape[1:]
     page, offset = _places(layout, q.shape[0], Z, share, shares)
-    pages = pages.at[page, offset].set(latent.astype(pages.dtype))
+    pages = pages.at[page, offset].set(narrow(latent, pages.dtype))
 
     def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         keys = pages[ids].reshape(ids.shape[0], -1, 1, W)

@@ -41,18 +41,24 @@ def grouped_matmul(
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
+    # Products of narrower floats are exact anyway, and TPUs refuse to be told so.
+    exact = jax.lax.Precision.HIGHEST
+    precision = exact if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     out = jax.lax.ragged_dot_general(
         x,
         densify(weight, x.dtype),
         sizes,
         axes,
-        precision=jax.lax.Precision.HIGHEST,
+        precision=precision,
         preferred_element_type=jnp.float32,
     )
-    if bias is None:
-        return out
+    return out if bias is None else out + rows_of_groups(bias, sizes, len(x))
+
+
+def rows_of_groups(values: jax.Array, sizes: jax.Array, n_rows: int) -> jax.Array:
+    """`values [E, R]` for each of T rows sorted by group: `[T, R]`."""
     groups = jnp.arange(len(sizes), dtype=jnp.int32)
-    return out + bias[jnp.repeat(groups, sizes, total_repeat_length=len(x))]
+    return values[jnp.repeat(groups, sizes, total_repeat_length=n_rows)]
 
 
 def head_matmul(x: jax.Array, weight: Weight) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ..elementwise import rotate
 from ..layout import Layout
+from ..quant_pages import Pages
 from .attention import finished, partial_attention, partial_latent_attention
 
 
@@ -16,8 +17,8 @@ def shared_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     *,
     axes: Sequence[str],
@@ -26,7 +27,8 @@ def shared_attention(
     sinks: jax.Array | None = None,
     window: int = 0,
     softcap: float = 0.0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    by_token: bool = True,
+) -> tuple[jax.Array, Pages, Pages]:
     """Attention where each of n devices has some rows, and a share of every page's tokens.
 
     The rows' queries, keys and values go to all devices (one all-gather), each of which attends to
@@ -43,7 +45,7 @@ def shared_attention(
       layout: of all T rows, padded ones included.
       axes: of the mesh, which the devices lie along.
       turn: cosines and sines `[T, dims/2]`, of all rows.
-      scale: as of `attention`; `sinks`, `window` and `softcap` likewise.
+      scale: as of `attention`; `sinks`, `window`, `softcap` and `by_token` likewise.
 
     Returns:
       Attention output `[T/n, N, H]` in q's dtype, and both page pools.
@@ -61,6 +63,7 @@ def shared_attention(
         softcap=softcap,
         share=jax.lax.axis_index(axes),
         shares=jax.lax.axis_size(axes),
+        by_token=by_token,
     )
     return _joined(peak, total, weighted, axes).astype(q.dtype), k_pages, v_pages
 

@@ -14,14 +14,14 @@ from quantised import FORMATS, random_levels, random_quant
 
 from stoker.models.errors import StokerError
 from stoker.models.ops import tpu
-from stoker.models.quantized import QuantArray, dequantize
+from stoker.models.quantized import QuantArray, dequantize, ready
 
 ODD = ("group_24", "group_12")
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ODD])
 def test_formats_of_files(name: str) -> None:
-    weight = tpu.ready(device(random_quant(name, 40)))
+    weight = ready(device(random_quant(name, 40)))
     check(tpu, activations(5, weight.shape[1]), weight, FLOAT32)
 
 
@@ -49,12 +49,12 @@ def test_eight_bit_floats(dtype: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 17, 700])
 def test_any_number_of_rows_and_several_blocks_of_outputs(rows: int) -> None:
-    weight = tpu.ready(device(random_quant("q4_1", 700)))
+    weight = ready(device(random_quant("q4_1", 700)))
     check(tpu, activations(rows, weight.shape[1]), weight, FLOAT32)
 
 
 def test_bfloat16_rounds_weights_as_the_reference_does() -> None:
-    weight = tpu.ready(device(random_quant("q4_k", 64)))
+    weight = ready(device(random_quant("q4_k", 64)))
     check(tpu, activations(9, weight.shape[1], "bfloat16"), weight, BFLOAT16)
 
 
@@ -63,23 +63,23 @@ def test_scales_below_the_least_normal_float16() -> None:
         random_quant("q8_0", 8),
         scale=np.resize(np.array([2**-24, 3e-5, -6e-8, 6.2e-5, 0], np.float16), (8, 3)),
     )
-    check(tpu, activations(2, tiny.shape[1]), tpu.ready(device(tiny)), FLOAT32)
+    check(tpu, activations(2, tiny.shape[1]), ready(device(tiny)), FLOAT32)
 
 
 def test_ready_weights_stand_for_the_same_numbers() -> None:
     plain = random_quant("q4_k", 8)
-    ready = tpu.ready(plain)
-    assert {leaf.dtype for leaf in jax.tree.leaves(ready)} == {
+    turned = ready(plain)
+    assert {leaf.dtype for leaf in jax.tree.leaves(turned)} == {
         np.dtype(np.uint8),
         np.dtype(np.int16),
     }
-    np.testing.assert_array_equal(dequantize(device(ready)), dequantize(device(plain)))
-    assert tpu.ready(ready).scale is ready.scale
+    np.testing.assert_array_equal(dequantize(device(turned)), dequantize(device(plain)))
+    assert ready(turned).scale is turned.scale
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0]])
 def test_groups(sizes: list[int]) -> None:
-    weight = tpu.ready(experts("q4_1", 4, 40))
+    weight = ready(experts("q4_1", 4, 40))
     check_grouped(tpu, activations(9, weight.shape[-1]), weight, sizes)
 
 

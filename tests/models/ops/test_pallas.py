@@ -1,0 +1,119 @@
+"""Whole models by the Pallas kernels, interpreted, beside the reference; and who does what."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import ModuleType
+
+import interpreted
+import jax
+import numpy as np
+import pytest
+from driving import chunk, decoding, new_state, page_table
+from tiny import TINY
+
+from stoker.engine import steps
+from stoker.engine.cache import new_cache, page_bytes
+from stoker.engine.sampling_params import SamplingParams
+from stoker.models import ops
+from stoker.models.config import Kernels, ModelConfig
+from stoker.models.errors import StokerError
+from stoker.models.loading import choose_kernels
+from stoker.models.ops import gpu, tpu
+from stoker.models.pages import layer_pages
+from stoker.models.parameters import Params, is_weight
+from stoker.models.quantized import QuantArray
+from stoker.models.random_weights import random_weights
+
+PACKAGES = {"tpu": tpu, "gpu": gpu}
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(0, 512, n).tolist() for n in (23, 0, 5)]
+#: One layer of everything: quantised projections and experts.
+MODEL = dataclasses.replace(TINY, n_layers=1, n_experts=4, experts_per_token=2, d_ff=64)
+
+
+@pytest.fixture(params=PACKAGES)
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A platform whose kernels run interpreted."""
+    package: ModuleType = PACKAGES[request.param]
+    for name in ("attention", "matmul", "grouped_matmul"):
+        kernel = functools.partial(getattr(package, name), interpret=True)
+        monkeypatch.setattr(package, name, kernel)
+    jax.clear_caches()
+    return request.param
+
+
+def logits(config: ModelConfig, params: Params) -> np.ndarray:
+    """Of two prompts, run together, and then of a decode step."""
+    table = page_table(3, 4)
+    cache = new_cache(config, 12)
+    prefill = functools.partial(steps.prefill_logits, config=config)
+    cache, first = interpreted.run(prefill, params, cache, chunk(PROMPTS, [0, 0, 0], table, 32))
+    state = dataclasses.replace(
+        new_state([SamplingParams()] * 3),
+        lengths=np.array([len(prompt) for prompt in PROMPTS], np.int32),
+        tokens=np.array([4, 5, 6], np.int32),
+    )
+    decode = functools.partial(steps.decode_logits, config=config)
+    batch = decoding([True, False, True], table)
+    _, second = interpreted.run(decode, params, cache, state, batch)
+    return np.stack([first, second])[:, [0, 2]]
+
+
+# A last bit of a key may turn an int8 code, which is 1/127 of the row's largest: the attention tests
+# tell exactly what codes give.
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 2e-4), ("int8", 3e-2)])
+def test_models_agree_with_the_reference(platform: str, kv_dtype: str, tolerance: float) -> None:
+    config = dataclasses.replace(MODEL, kv_dtype=kv_dtype)
+    own = dataclasses.replace(config, kernels=Kernels(platform))
+    wanted = logits(config, random_weights(config, "int4"))
+    np.testing.assert_allclose(logits(own, random_weights(own, "int4")), wanted, atol=tolerance)
+
+
+@pytest.mark.parametrize("platform", PACKAGES)
+def test_choices_name_the_kernels_and_the_exceptions(platform: str) -> None:
+    config = dataclasses.replace(MODEL, kernels=Kernels(platform))
+    weights = jax.tree.leaves(random_weights(config, "int4"), is_leaf=is_weight)
+    found = ops.choices(config, weights)
+    assert found["attention"].implementation == platform
+    assert found["products"].implementation == platform
+    assert found["grouped products"].implementation == platform
+    odd = QuantArray(np.zeros((4, 36), np.uint8), np.zeros((4, 3), np.float32), bits=4, group=24)
+    mixed = ops.choices(config, [*weights, odd])["products"]
+    assert mixed.implementation == f"{platform} and xla"
+    assert "1 by xla: " in mixed.why
+    assert "written to memory" in mixed.why
+
+
+def test_choices_without_kernels() -> None:
+    assert ops.choices(MODEL)["attention"] == ops.Choice("xla", "the reference was asked for")
+    wide = dataclasses.replace(MODEL, head_dim=512, kernels=Kernels("gpu"))
+    assert ops.choices(wide)["attention"].implementation == "xla"
+    assert "512" in ops.choices(wide)["attention"].why
+
+
+def test_pages_follow_the_platform() -> None:
+    def shapes(platform: str, head_dim: int, kv_dtype: str = "bfloat16") -> list[tuple[int, ...]]:
+        config = dataclasses.replace(
+            TINY, kernels=Kernels(platform), head_dim=head_dim, kv_dtype=kv_dtype
+        )
+        cache = new_cache(config, 2)
+        assert page_bytes(config) * 3 == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        assert [leaf.dtype for leaf in cache[0]] == [p.dtype for p in layer_pages(config, 1)]
+        return [leaf.shape for leaf in cache[0]]
+
+    assert shapes("xla", 64) == [(3, 2, 64, 16), (3, 2, 16, 64)]
+    assert shapes("gpu", 64) == [(3, 2, 64, 64), (3, 2, 64, 64)]
+    assert shapes("tpu", 256) == [(3, 2, 256, 128), (3, 2, 128, 256)]
+    # Narrow heads lie across lanes, which they would not fill.
+    assert shapes("tpu", 64) == [(3, 2, 64, 128), (3, 2, 64, 128)]
+    scales = (3, 2, 16)
+    assert shapes("xla", 8, "int8") == [(3, 2, 8, 16), scales, (3, 2, 16, 8), scales]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(StokerError, match="kernels 'tpu' were asked for, but this is a cpu host"):
+        choose_kernels("tpu")
+    with pytest.raises(StokerError, match="not int8"):
+        dataclasses.replace(TINY, kernels=Kernels("cpu"), kv_dtype="int8")

@@ -1,0 +1,89 @@
+"""Checkpoints read onto a mesh, part by part: the same arrays as a whole model put there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from gguf_models import write_gguf_model
+from hf_models import make, write
+from running import CASES
+
+from stoker.models.families.naming import TensorUse
+from stoker.models.narrowing import narrowed
+from stoker.models.parameters import Parameter
+
+SCRIPT = """
+import sys
+import jax, numpy as np
+from meshes import mesh_of
+from stoker.models.loading import load_model
+from stoker.models.placed_model import place_model
+
+for path in sys.argv[2:]:
+    whole = load_model(path, kernels="xla")
+    for text in sys.argv[1].split("/"):
+        mesh = mesh_of(text)
+        wanted, found = place_model(whole, mesh), load_model(path, kernels="xla", mesh=mesh)
+        assert found.config == wanted.config and found.mesh == mesh
+        assert jax.tree.structure(found.params) == jax.tree.structure(wanted.params)
+        for a, b in zip(*map(jax.tree.leaves, (found.params, wanted.params)), strict=True):
+            assert a.sharding == b.sharding and a.dtype == b.dtype, (path, a.sharding, b.sharding)
+            np.testing.assert_array_equal(a, b, err_msg=path)
+        layer = found.params["layers"][0]
+        one = jax.tree.leaves(layer["q_b"] if "q_b" in layer else layer["q"])[0]
+        assert one.addressable_shards[0].data.shape[0] < one.shape[0]
+print("equal")
+"""
+#: Rows as they are, permuted ones, rows of a fused tensor, experts of their own and shared tensors,
+#: and matrices of heads.
+FOLDERS = ("llama", "phi3", "mixtral", "gpt-oss", "deepseek-v2")
+FILES = ("llama-heads", "phi3", "qwen3-moe", "deepseek-v3")
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("kind", ["folders", "files"])
+def test_parts_read_are_parts_of_the_whole(helpers_on_path, tmp_path, kind: str) -> None:
+    paths = []
+    for name in FOLDERS if kind == "folders" else FILES:
+        model = make(CASES[name])
+        if kind == "folders":
+            paths.append(write(model, tmp_path / name))
+        else:
+            paths.append(tmp_path / f"{name}.gguf")
+            write_gguf_model(model, paths[-1], "Q4_0" if name == "llama-heads" else "F32")
+    flags = "--xla_force_host_platform_device_count=8"
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "tensor:4/data:2,expert:2,tensor:2", *map(str, paths)],
+        env=helpers_on_path | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout == "equal\n", run.stderr
+
+
+def test_rows_of_one_tensor() -> None:
+    use = TensorUse(("t",), (30, 4), slice(10, 22))
+    own, parameter, order = narrowed((use, Parameter((12, 4), ("ff", None)), None), 3, 6)
+    assert own.rows == slice(13, 16) and parameter.shape == (3, 4) and order is None
+
+
+def test_rows_in_another_order_are_read_where_they_lie() -> None:
+    order = np.array([1, 0, 3, 2, 5, 4, 7, 6])
+    use = TensorUse(("t",), (8, 4), slice(None))
+    own, _, rest = narrowed((use, Parameter((8, 4), ("heads", None)), order), 4, 8)
+    assert own.rows == slice(4, 8) and rest is not None and rest.tolist() == [1, 0, 3, 2]
+
+
+def test_experts_of_their_own_tensors() -> None:
+    use = TensorUse(tuple("abcd"), (6, 4), slice(2, 6))
+    own, parameter, _ = narrowed((use, Parameter((4, 4, 4), ("experts", "ff", None)), None), 1, 3)
+    assert own.tensors == ("b", "c") and own.rows == slice(2, 6) and parameter.shape == (2, 4, 4)
+
+
+def test_rows_of_heads() -> None:
+    use = TensorUse(("t",), (24, 4), slice(None), heads=4)
+    own, parameter, _ = narrowed((use, Parameter((4, 6, 4), ("heads", None, None)), None), 2, 3)
+    assert own.rows == slice(12, 18) and own.heads == 1 and parameter.shape == (1, 6, 4)
