@@ -97,7 +97,7 @@ class Compiled:
 
     def kernels(self, name: str) -> int:
         """Calls of our kernel of that name."""
-        return len(re.findall(rf'custom-call\(.*{name}\b', self.text))
+        return len(re.findall(rf"custom-call\(.*{name}\b", self.text))
 
 
 def compile_for(
@@ -113,6 +113,4 @@ def compile_for(
         jitted = jax.jit(function, donate_argnums=tuple(donate), out_shardings=whole)
         program = jitted.lower(*shapes).compile()
     memory: Any = program.memory_analysis()
-    return Compiled(
-        memory.alias_size_in_bytes, memory.temp_size_in_bytes, program.as_text() or ""
-    )
+    return Compiled(memory.alias_size_in_bytes, memory.temp_size_in_bytes, program.as_text() or "")
