@@ -122,6 +122,7 @@ class Engine:
             n_pages=self.n_pages,
             end_ids=sorted(self._end_ids),
             mesh=model.mesh,
+            team=model.team,
         )
         self._weights = weight_bytes(config, model.params)
         self._reads = CacheReads(config)

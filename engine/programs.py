@@ -105,7 +105,7 @@ class Programs:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            lowered = _admit(self.config, self.mesh).lower(state, slot, row)
+            lowered = lower_admit(self.config, state, slot, row, self.mesh)
             program = self._programs[key] = lowered.compile()
             self._record("admit", state.history.shape, start, program)
         return program(state, slot, row)
@@ -175,13 +175,30 @@ def lower_step(
         return jax.jit(bound, donate_argnums=(1, 2)).lower(*args)
     rows = slot_spec(config)
     specs = (param_specs(args[0], config), cache_specs(config), *(rows for _ in args[2:]))
+    found = results(step, config)
+    if len({device.process_index for device in mesh.devices.flat}) > 1:
+        # What a step found is for the process that plans, wherever it was found.
+        found = (*found[:2], *(PartitionSpec() for _ in found[2:]))
+        args = jax.tree.map(_shape, args)
     jitted = jax.jit(
         on_mesh(step, config, mesh, **static),
         donate_argnums=(1, 2),
         in_shardings=_on(mesh, specs),
-        out_shardings=_on(mesh, results(step, config)),
+        out_shardings=_on(mesh, found),
     )
     return jitted.lower(*args)
+
+
+def _shape(array: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array of the host: JAX compiles for no split ones, but runs with them."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def lower_admit(
+    config: ModelConfig, state: State, slot: Any, row: State, mesh: Mesh | None = None
+) -> jax.stages.Lowered:
+    """`steps.admit`, donating `state`, to be compiled; arguments may be shapes."""
+    return _admit(config, mesh).lower(state, slot, row)
 
 
 def _admit(config: ModelConfig, mesh: Mesh | None) -> Any:

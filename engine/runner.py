@@ -10,24 +10,24 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from ..models.config import ModelConfig
-from ..models.ops.layout import DUMP_PAGE
-from ..models.pages import page_tokens
 from ..models.parameters import Params
-from . import steps
-from .cache import Cache, new_cache, token_bytes
-from .on_mesh import slot_spec
-from .pages import pages_for
+from ..sharding import Team
+from .cache import token_bytes
+from .device import DECODE, DECODE_STEPS, PREFILL, SCORE
+from .hosts import new_device
 from .programs import Programs
-from .sampling_params import MAX_TOP, SamplingParams
+from .sampling_params import SamplingParams
 from .sampling_rows import pack_sampling
 from .sequences import Plan, Rows
 from .sequences import Sequence as Scheduled
 from .shapes import Shapes
-from .steps import NEWEST, DecodeBatch, Outputs, PrefillBatch, Scores, State
+from .steps import NEWEST, Outputs, Scores, State
 
+#: Of a step, in the order that `Device.run` takes them.
+Arrays = tuple[Any, ...]
 #: What each part of the mesh's data axis runs in a step.
 _PartRows = Sequence[Sequence[Rows]]
 #: Told how many programs are compiled, of how many.
@@ -85,9 +85,10 @@ class Runner:
       n_pages: usable pages of the cache, likewise.
       end_ids: the model's end tokens, which `min_tokens` holds back.
       mesh: what the model is split over, if not on one device.
+      team: ties to the other processes, where several run the model.
 
     Attributes:
-      programs: the compiled steps.
+      device: what steps run on.
       wait_s: seconds spent waiting for the device.
     """
 
@@ -102,25 +103,28 @@ class Runner:
         n_pages: int,
         end_ids: Sequence[int],
         mesh: Mesh | None = None,
+        team: Team | None = None,
     ) -> None:
-        self.programs = Programs(config, MAX_TOP, mesh)
-        self._mesh = mesh
+        made = {"slots": slots, "context": context, "n_pages": n_pages, "mesh": mesh}
+        self.device = new_device(params, config, **made, end_ids=end_ids, team=team)
         self._parts = config.split.degree("slots")
-        self._page_tokens = page_tokens(config.kernels) * config.split.degree("context")
         self.wait_s = 0.0
-        self._params = params
         self._config = config
         self._shapes = shapes
         self._slots = slots
         self._context = context
-        self._n_pages = n_pages
         self._end_ids = end_ids
-        self.reset()
+        self._forget_pages()
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled steps."""
+        return self.device.programs
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache, on all devices together."""
-        return sum(pages.nbytes for pages in jax.tree.leaves(self._cache))
+        return sum(pages.nbytes for pages in jax.tree.leaves(self.device.cache))
 
     @property
     def token_bytes(self) -> int:
@@ -129,16 +133,10 @@ class Runner:
 
     def reset(self) -> None:
         """Starts with an empty cache and state, whatever became of the old ones."""
-        self._cache: Cache = ()  # the old one goes first: there may not be memory for both
-        self._cache = new_cache(self._config, self._n_pages, mesh=self._mesh)
-        idle = [SamplingParams()] * (self._slots * self._parts)
-        state = steps.new_state(idle, self._config.vocab_size, self._context, end_ids=self._end_ids)
-        if self._mesh is not None:
-            state = jax.device_put(state, NamedSharding(self._mesh, slot_spec(self._config)))
-        self._state = state
-        # Row S is padding's.
-        shape = (self._parts, self._slots + 1, pages_for(self._context, self._page_tokens))
-        self._table: Any = np.full(shape, DUMP_PAGE, np.int32)
+        self.device.reset()
+        self._forget_pages()
+
+    def _forget_pages(self) -> None:
         self._listed: list[list[int]] = [[] for _ in range(self._slots * self._parts)]
 
     def warmup(
@@ -150,7 +148,7 @@ class Runner:
         """
         shapes = self._shapes
         row = self._state_row([0], 0, 0, SamplingParams(seed=0))
-        self._state = self.programs.admit(self._state, np.int32(0), row)
+        self.device.admit(0, row)
         if prompt_len is not None:
             self._warm_decode(shapes.decode[0], repeat)
             most = shapes.step_tokens
@@ -166,21 +164,21 @@ class Runner:
             job()
             if advance is not None:
                 advance(done + 1, len(jobs))
-        self.programs.seal()
+        self.device.seal()
 
     def _warm_decode(self, size: int, repeat: int) -> None:
         batch = self._decode_batch(self._idle, size)
-        self._prepare(steps.decode, batch)
+        self.device.prepare(DECODE, batch)
         if repeat > 1:
-            self._prepare(steps.decode_steps, batch, steps=repeat)
+            self.device.prepare(DECODE_STEPS, batch, repeat)
 
     def _warm_prefill(self, n_rows: int, size: int) -> None:
-        self._prepare(steps.prefill, self._prefill_batch(self._idle, n_rows, size))
+        self.device.prepare(PREFILL, self._prefill_batch(self._idle, n_rows, size))
 
     def _warm_score(self) -> None:
         n_rows = self._shapes.score
         targets = _integers(n_rows * self._parts, 0)
-        self._prepare(steps.score, self._prefill_batch(self._idle, n_rows, 1), targets)
+        self.device.prepare(SCORE, (*self._prefill_batch(self._idle, n_rows, 1), targets))
 
     @property
     def _idle(self) -> list[Sequence[Rows]]:
@@ -202,8 +200,7 @@ class Runner:
                 first.get(sequence, 0),
                 params_of(sequence),
             )
-            slot = np.int32(self._place(sequence))
-            self._state = self.programs.admit(self._state, slot, row)
+            self.device.admit(self._place(sequence), row)
         for sequence in first:
             self._list_pages(sequence)
         scores = self._dispatch_score(plans) if scored else None
@@ -216,7 +213,7 @@ class Runner:
     def read(self, dispatched: Dispatched) -> list[Sampled | Scored]:
         """Waits for a step, and returns what it found, in the order of its plans."""
         start = time.perf_counter()
-        outputs, scores = jax.device_get((dispatched.outputs, dispatched.scores))
+        outputs, scores = self.device.fetch((dispatched.outputs, dispatched.scores))
         self.wait_s += time.perf_counter() - start
         found: list[Sampled | Scored] = []
         for part, plan in enumerate(dispatched.plans):
@@ -243,28 +240,17 @@ class Runner:
         """The row of the state that a sequence has, counted over all parts."""
         return sequence.part * self._slots + sequence.slot
 
-    def _prepare(self, step: Callable, *rest: object, **static: int) -> None:
-        self.programs.prepare(step, self._params, self._cache, self._state, *rest, **static)
-
     def _dispatch_rows(self, plans: Sequence[Plan | None]) -> tuple[Outputs, tuple[int, int]]:
-        arguments = (self._params, self._cache, self._state)
         rows = [() if plan is None else plan.rows for plan in plans]
         most = max(map(len, rows))
         if all(plan is None or plan.decodes for plan in plans):
             size = self._shapes.fit_decode(most)
-            batch = self._decode_batch(rows, size)
             repeat = max(plan.repeat for plan in plans if plan is not None)
-            if repeat > 1:
-                run = self.programs.decode_steps
-                self._cache, self._state, outputs = run(*arguments, batch, repeat)
-            else:
-                self._cache, self._state, outputs = self.programs.decode(*arguments, batch)
-            return outputs, (size, size)
+            step = DECODE_STEPS if repeat > 1 else DECODE
+            return self.device.run(step, self._decode_batch(rows, size), repeat), (size, size)
         n_tokens = max(plan.n_tokens for plan in plans if plan is not None)
         shape = self._shapes.fit_prefill(n_tokens, most)
-        mixed = self._prefill_batch(rows, *shape)
-        self._cache, self._state, outputs = self.programs.prefill(*arguments, mixed)
-        return outputs, shape
+        return self.device.run(PREFILL, self._prefill_batch(rows, *shape)), shape
 
     def _dispatch_score(self, plans: Sequence[Plan | None]) -> Scores:
         n_rows = self._shapes.score
@@ -275,10 +261,7 @@ class Runner:
             if rows is not None:
                 known = rows.sequence.tokens[rows.start + 1 : rows.start + rows.count + 1]
                 targets[part * n_rows :][: rows.count] = known
-        self._cache, self._state, scores = self.programs.score(
-            self._params, self._cache, self._state, batch, targets
-        )
-        return scores
+        return self.device.run(SCORE, (*batch, targets))
 
     def _state_row(
         self, tokens: Sequence[int], prompt_len: int, cached: int, params: SamplingParams
@@ -298,21 +281,22 @@ class Runner:
     def _list_pages(self, sequence: Scheduled) -> None:
         """Brings the page table's row of a sequence up to date."""
         place, pages = self._place(sequence), sequence.pages
-        if self._listed[place] != pages:
-            self._table[sequence.part, sequence.slot, : len(pages)] = pages
+        listed = self._listed[place]
+        if listed != pages:
+            same = (
+                at for at, (old, new) in enumerate(zip(listed, pages, strict=False)) if old != new
+            )
+            first = next(same, min(len(listed), len(pages)))
+            self.device.list_pages(place, first, pages[first:])
             self._listed[place] = list(pages)
 
-    def _prefill_batch(self, rows: _PartRows, n_rows: int, size: int) -> PrefillBatch:
-        return _joined(
-            [self._prefill_part(part, own, n_rows, size) for part, own in enumerate(rows)]
-        )
+    def _prefill_batch(self, rows: _PartRows, n_rows: int, size: int) -> Arrays:
+        return _joined([self._prefill_part(own, n_rows, size) for own in rows])
 
-    def _decode_batch(self, rows: _PartRows, size: int) -> DecodeBatch:
-        return _joined([self._decode_part(part, own, size) for part, own in enumerate(rows)])
+    def _decode_batch(self, rows: _PartRows, size: int) -> Arrays:
+        return _joined([self._decode_part(own, size) for own in rows])
 
-    def _prefill_part(
-        self, part: int, plan: Sequence[Rows], n_rows: int, size: int
-    ) -> PrefillBatch:
+    def _prefill_part(self, plan: Sequence[Rows], n_rows: int, size: int) -> Arrays:
         tokens, cached = _integers(n_rows, 0), _integers(size, 0)
         query_start, slots = _integers(size + 1, 0), _integers(size, self._slots)
         samples: Any = np.zeros(size, bool)
@@ -326,21 +310,21 @@ class Runner:
             slots[b] = rows.sequence.slot
             samples[b] = rows.samples > 0
         query_start[len(plan) + 1 :] = at
-        return PrefillBatch(tokens, query_start, cached, self._table[part, slots], slots, samples)
+        return tokens, query_start, cached, slots, samples
 
-    def _decode_part(self, part: int, plan: Sequence[Rows], size: int) -> DecodeBatch:
+    def _decode_part(self, plan: Sequence[Rows], size: int) -> Arrays:
         slots, limits = _integers(size, self._slots), _integers(size, 0)
         for b, rows in enumerate(plan):
             slots[b] = rows.sequence.slot
             limits[b] = rows.start + rows.samples
-        return DecodeBatch(self._table[part, slots], slots, limits)
+        return slots, limits
 
 
-def _joined(batches: Sequence[Any]) -> Any:
+def _joined(batches: Sequence[Arrays]) -> Arrays:
     """The parts' batches, one after another."""
     if len(batches) == 1:
         return batches[0]
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
+    return tuple(np.concatenate(arrays) for arrays in zip(*batches, strict=True))
 
 
 def _integers(count: int, value: int) -> Any:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("weights", "int4", WEIGHTS, "Format of --random_weights.", flag_values=values)
 
 
-def run(values: flags.FlagValues) -> None:
+def run(values: flags.FlagValues, load: Callable[[], Model]) -> None:
     """Measures and reports."""
     batches = _batches(values.batch)
     if values.gen_len < 2:
@@ -66,7 +67,7 @@ def run(values: flags.FlagValues) -> None:
     if values["weights"].present and values.random_weights is None:
         raise StokerError("--weights is the format of --random_weights; give that too")
     trace = traffic.read_trace(values)
-    model = _model(values)
+    model = load()
     if trace is not None:
         report = traffic.measure(values, model, trace)
     else:
@@ -231,7 +232,7 @@ def _print(report: dict[str, Any]) -> None:
         print(f"limits: {', '.join(limits)}")
 
 
-COMMAND = Command("bench", define_flags, run)
+COMMAND = Command("bench", define_flags, run, _model)
 
 if __name__ == "__main__":
     sys.exit(COMMAND.main())

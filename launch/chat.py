@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from absl import flags
 
@@ -11,6 +11,7 @@ from ..engine.accounting import memory_bandwidth
 from ..engine.engine import Engine
 from ..engine.replies import Reply
 from ..models.errors import StokerError
+from ..models.loading import Model
 from ..models.tokenizers import encode_chat
 from . import common
 from .command import Command
@@ -28,12 +29,12 @@ def define_flags(values: flags.FlagValues) -> None:
     common.define_chat_flags(values)
 
 
-def run(values: flags.FlagValues) -> None:
+def run(values: flags.FlagValues, load: Callable[[], Model]) -> None:
     """Talks until the input ends."""
     params = common.sampling_params(values)
     template = common.chat_template(values)
     limit = memory_bandwidth() if values.stats else None
-    model = common.open_model(values)
+    model = load()
     tokenizer = common.tokenizer_of(model)
     start = [] if values.system is None else [{"role": "system", "content": values.system}]
 
@@ -99,7 +100,7 @@ def _lines(interactive: bool) -> Iterator[str]:
             yield line
 
 
-COMMAND = Command("chat", define_flags, run)
+COMMAND = Command("chat", define_flags, run, common.open_model)
 
 if __name__ == "__main__":
     sys.exit(COMMAND.main())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import flags
 
@@ -35,11 +37,14 @@ class Command:
       name: as typed; one of `SUMMARIES`.
       define_flags: defines the command's flags on a `FlagValues` of its own.
       run: does the work with parsed flags; a `StokerError` becomes one line and exit status 1.
+      load: makes the model, for commands that run one, which several processes may share; `run`
+        is then given a function that calls it, too.
     """
 
     name: str
     define_flags: Callable[[flags.FlagValues], None]
-    run: Callable[[flags.FlagValues], None]
+    run: Callable[..., None]
+    load: Callable[[flags.FlagValues], Any] | None = None
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Parses `arguments` (those of the process if None), runs, and returns the exit status."""
@@ -53,13 +58,17 @@ class Command:
         try:
             rest = values([f"stoker {self.name}", *given])[1:]
         except flags.Error as error:
-            return self._fail(f"{error}; see stoker {self.name} --help", USAGE)
+            return self._fail(f"{error}; see stoker {self.name} --help", USAGE)[0]
         if rest:
             problem = f"unexpected argument {rest[0]!r}: every option is a flag, --name=value"
-            return self._fail(f"{problem}; see stoker {self.name} --help", USAGE)
+            return self._fail(f"{problem}; see stoker {self.name} --help", USAGE)[0]
         keep_freed_memory()
+        return self.attempt(functools.partial(self._work, values))[0]
+
+    def attempt(self, work: Callable[[], int]) -> tuple[int, str]:
+        """The exit status of `work`, and what went wrong, if so, which has been printed."""
         try:
-            self.run(values)
+            status = work()
             sys.stdout.flush()
         except StokerError as error:
             return self._fail(str(error), FAILED)
@@ -72,11 +81,22 @@ class Command:
             return self._fail(f"out of memory: {str(error).splitlines()[0]}", FAILED)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-            return INTERRUPTED
+            return INTERRUPTED, ""
         except BrokenPipeError:
             # The reader has gone (as `head` does): nothing is left to say, nor anyone to hear it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
+            return FAILED, "nobody reads its output"
+        return status, ""
+
+    def _work(self, values: flags.FlagValues) -> int:
+        if self.load is None:
+            self.run(values)
+            return 0
+        from . import hosts  # with JAX, for which `stoker --help` does not wait
+
+        if hosts.wants_hosts(values):
+            return hosts.run_shared(self, values)
+        self.run(values, functools.partial(self.load, values))
         return 0
 
     def help(self, values: flags.FlagValues) -> str:
@@ -89,10 +109,11 @@ class Command:
             lines.append(f"  {switch}\n      {flag.help}{default}")
         return "\n".join(lines)
 
-    def _fail(self, problem: str, status: int) -> int:
+    def _fail(self, problem: str, status: int) -> tuple[int, str]:
+        line = " ".join(problem.split())
         sys.stdout.flush()
-        print(f"stoker {self.name}: {' '.join(problem.split())}", file=sys.stderr)
-        return status
+        print(f"stoker {self.name}: {line}", file=sys.stderr)
+        return status, line
 
 
 def _tolerate_narrow_terminals() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -21,6 +22,7 @@ from ..models.errors import StokerError
 from ..models.loading import Model, load_model
 from ..models.sources import DEFAULT_MODEL, byte_bar, cache_folder
 from ..models.tokenizers import Tokenizer
+from .hosts import define_hosts_flags
 from .meshes import define_mesh_flags, given_mesh
 
 #: Where `--context` is not given: contexts are rounded up to a power of two from here, so that a
@@ -94,6 +96,7 @@ def define_model_flags(
         flag_values=values,
     )
     define_mesh_flags(values)
+    define_hosts_flags(values)
     if context:
         flags.DEFINE_integer(
             "context",
@@ -176,7 +179,9 @@ def open_model(values: flags.FlagValues) -> Model:
     """The model that `--model` and `--dtype` name, on the devices of `--mesh`."""
     cache_programs(values)
     mesh, rules = given_mesh(values)
-    with byte_bar("loading") as progress:
+    # Of several processes, one shows how far it is.
+    leads = jax.process_index() == 0
+    with byte_bar("loading") if leads else contextlib.nullcontext() as progress:
         return load_model(
             values.model,
             dtype=values.dtype,

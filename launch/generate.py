@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 
 from absl import flags
 
@@ -45,14 +46,14 @@ def define_flags(values: flags.FlagValues) -> None:
     )
 
 
-def run(values: flags.FlagValues) -> None:
+def run(values: flags.FlagValues, load: Callable[[], Model]) -> None:
     """Generates and prints."""
     _check(values)
     params = common.sampling_params(values)
     ids = _given_ids(values)
     text = None if ids is not None else _given_text(values)
     limit = memory_bandwidth() if values.stats else None
-    model = common.open_model(values)
+    model = load()
     if text is not None:
         ids = _encode(values, model, text)
     assert ids is not None
@@ -132,7 +133,7 @@ def _encode(values: flags.FlagValues, model: Model, text: str) -> list[int]:
     return encode_chat(common.tokenizer_of(model), messages, template=common.chat_template(values))
 
 
-COMMAND = Command("generate", define_flags, run)
+COMMAND = Command("generate", define_flags, run, common.open_model)
 
 if __name__ == "__main__":
     sys.exit(COMMAND.main())

@@ -6,12 +6,14 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from absl import flags
 
 from ..engine.sampling_params import SamplingParams
 from ..models.errors import StokerError
+from ..models.loading import Model
 from . import common
 from .command import Command
 
@@ -30,13 +32,13 @@ def define_flags(values: flags.FlagValues) -> None:
     )
 
 
-def run(values: flags.FlagValues) -> None:
+def run(values: flags.FlagValues, load: Callable[[], Model]) -> None:
     """Scores and prints."""
     if (values.text_file is None) == (values.ids_file is None):
         raise StokerError("give either --text_file=FILE (- for standard input) or --ids_file=FILE")
     ids = None if values.ids_file is None else _read_ids(values.ids_file)
     text = None if values.text_file is None else common.read_text("text_file", values.text_file)
-    model = common.open_model(values)
+    model = load()
     if text is not None:
         ids = common.tokenizer_of(model).encode(text)
     assert ids is not None
@@ -75,7 +77,7 @@ def _read_ids(path: str) -> list[int]:
     return ids
 
 
-COMMAND = Command("score", define_flags, run)
+COMMAND = Command("score", define_flags, run, common.open_model)
 
 if __name__ == "__main__":
     sys.exit(COMMAND.main())

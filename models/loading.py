@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..sharding import Rules
+from ..sharding import Rules, Team
 from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.manifest import is_native_folder
 from .checkpoints.native import NativeCheckpoint
@@ -58,6 +58,7 @@ class Model:
       file_bytes: size of the checkpoint.
       load_seconds: from the name to the parameters on the device; None likewise.
       mesh: the devices that the model is split over, as `config.split` says; None for one device.
+      team: ties of process 0 to the others, where the mesh has devices of several processes.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Model:
     file_bytes: int
     load_seconds: float | None
     mesh: jax.sharding.Mesh | None = None
+    team: Team | None = dataclasses.field(default=None, repr=False)
 
 
 def load_model(

@@ -211,7 +211,7 @@ def test_a_steady_step_allocates_nothing_that_stays(model: Model) -> None:
         engine.step()
 
     def lies() -> list[int]:
-        kept = (engine.runner._cache, engine.runner._state)
+        kept = (engine.runner.device.cache, engine.runner.device.state)
         return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(kept)]
 
     before, living = lies(), len(jax.live_arrays())

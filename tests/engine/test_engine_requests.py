@@ -23,7 +23,7 @@ def test_an_engine_says_what_it_reserved(engine: Engine) -> None:
     for part in ("32 slots of 128 tokens", "256 pages", "MB of KV cache", "decode of 1, 32"):
         assert part in text
     assert engine.runner.cache_bytes == sum(
-        pages.nbytes for pages in jax.tree.leaves(engine.runner._cache)
+        pages.nbytes for pages in jax.tree.leaves(engine.runner.device.cache)
     )
 
 

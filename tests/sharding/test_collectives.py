@@ -1,7 +1,7 @@
 """What devices tell each other in a compiled step: counted, for forced host devices and for TPUs.
 
-Those of TPUs (marker `tpu_compile`) are compiled by `libtpu` itself, for machines that need not be
-there: `pip install -e '.[tpu-compile]'`, and `pytest -m tpu_compile`.
+Those of TPUs (marker `compile`) are compiled by `libtpu` itself, for machines that need not be
+there: `pip install -e '.[tpu-compile]'`, and `pytest -m compile`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_steps_hold_exactly_the_collectives_that_they_need(
         check(found, job.split("/")[1], full_norms=name == "six_heads")
 
 
-@pytest.mark.tpu_compile
+@pytest.mark.compile
 @pytest.mark.parametrize("name", ["plain", "experts"])
 def test_programs_for_tpus_hold_no_others(helpers_on_path: dict[str, str], name: str) -> None:
     meshes = ("tensor:8", "data:2,expert:2,tensor:2", "sequence:2,tensor:4")
@@ -107,7 +107,7 @@ _LLAMA_LAYER = 2 * (8192 * (8192 + 1024 + 1024 + 8192) + 3 * 8192 * 28672)
 _MIXTRAL_LAYER = 2 * (4096 * (4096 + 1024 + 1024 + 4096) + 8 * 3 * 4096 * 14336)
 
 
-@pytest.mark.tpu_compile
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("job", "layer_bytes", "table_bytes", "repeated"),
     [

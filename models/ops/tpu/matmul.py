@@ -123,6 +123,10 @@ def _product(
     def at_group(r: int, v: int, group: jax.Array, *_: jax.Array):
         return group[v], r, 0
 
+    def across_group(r: int, v: int, group: jax.Array, *_: jax.Array):
+        return group[v], 0, r
+
+    turned = (False, *(format_.turned if format_ else ()))
     return pl.pallas_call(
         functools.partial(_kernel, format_=format_, n_x=len(operands), rows=rows),
         out_shape=jax.ShapeDtypeStruct((T, R), dtype),
@@ -131,7 +135,12 @@ def _product(
             grid=(-(-R // block), visits.tile.shape[0]),
             in_specs=[
                 *(pl.BlockSpec((rows, part.shape[1]), at_tile) for part in operands),
-                *(pl.BlockSpec((1, block, leaf.shape[-1]), at_group) for leaf in leaves),
+                *(
+                    pl.BlockSpec((1, leaf.shape[-2], block), across_group)
+                    if turn
+                    else pl.BlockSpec((1, block, leaf.shape[-1]), at_group)
+                    for leaf, turn in zip(leaves, turned, strict=True)
+                ),
             ],
             out_specs=pl.BlockSpec((rows, block), lambda r, v, group, tile, *_: (tile[v], r)),
             scratch_shapes=[pltpu.VMEM((rows, block), jnp.float32), *scratch],

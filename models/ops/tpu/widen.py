@@ -54,6 +54,7 @@ class Format:
       columns: bytes of codes in a row.
       levels: see `QuantArray`.
       kinds: types of scale, minimum and their factors, or "" for those that are not there.
+      turned: which of those that are there come as `[..., groups, R]`, in turn.
     """
 
     bits: int
@@ -62,6 +63,7 @@ class Format:
     columns: int
     levels: tuple[float, ...]
     kinds: tuple[str, str, str, str]
+    turned: tuple[bool, ...]
 
     @property
     def groups(self) -> int:
@@ -70,10 +72,18 @@ class Format:
 
 
 def format_of(weight: QuantArray) -> tuple[Format, list[jax.Array]]:
-    """What a kernel must know of `weight`, and its leaves with types that Mosaic can load."""
+    """What a kernel must know of `weight`, and its leaves with types that Mosaic can load.
+
+    XLA lays arrays whose rows do not fill whole registers out by columns, so that turning such
+    scales moves nothing; as they are, it would copy them for the kernel.
+    """
     factors = (weight.scale, weight.minimum, weight.super_scale, weight.super_minimum)
     kinds = tuple("" if part is None else str(part.dtype) for part in factors)
-    leaves = [weight.codes, *(part for part in factors if part is not None)]
+    there = [part for part in factors if part is not None]
+    turned = tuple(part.shape[-1] % LANES != 0 for part in there)
+    leaves = [
+        part.swapaxes(-1, -2) if turn else part for part, turn in zip(there, turned, strict=True)
+    ]
     return Format(
         bits=weight.bits,
         zero_point=weight.zero_point,
@@ -81,7 +91,8 @@ def format_of(weight: QuantArray) -> tuple[Format, list[jax.Array]]:
         columns=weight.codes.shape[-1],
         levels=tuple(getattr(weight, "levels", ())),
         kinds=kinds,
-    ), [_loadable(leaf) for leaf in leaves]
+        turned=turned,
+    ), [_loadable(leaf) for leaf in (weight.codes, *leaves)]
 
 
 def _loadable(leaf: jax.Array) -> jax.Array:
@@ -117,7 +128,7 @@ def read_scales(refs: list[Any], format_: Format, scratch: list[Any]) -> None:
 
     `refs` are those of the scale, the minimum and their factors, as far as they are there.
     """
-    there = iter(refs)
+    there = iter(zip(refs, format_.turned, strict=True))
     scale, minimum, super_scale, super_minimum = (
         next(there) if kind else None for kind in format_.kinds
     )
@@ -127,12 +138,22 @@ def read_scales(refs: list[Any], format_: Format, scratch: list[Any]) -> None:
     ):
         if part is None:
             continue
-        values = _floats(part[0], kind)
+        values, groups = _rows(part, kind)
         if factor is not None:
-            factors = _whole(_floats(factor[0], factor_kind))
-            share = values.shape[1] // factor.shape[-1]
-            values = values * _spread(factors, share, values.shape[1])
-        target[:, : values.shape[1]] = values
+            factors, n_factors = _rows(factor, factor_kind)
+            values = values * _spread(factors, groups // n_factors, values.shape[1])
+        target[...] = values
+
+
+def _rows(part: tuple[Any, bool], kind: str) -> tuple[jax.Array, int]:
+    """Scales float32 `[R, ...]` in whole registers, of which the first so many count."""
+    ref, turned = part
+    values = _floats(ref[0], kind)
+    if not turned:
+        return _whole(values), values.shape[1]
+    groups = values.shape[0]
+    missing = jnp.zeros((-groups % LANES, values.shape[1]), jnp.float32)
+    return jnp.concatenate([values, missing], axis=0).T, groups
 
 
 def _whole(values: jax.Array) -> jax.Array:

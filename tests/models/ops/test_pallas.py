@@ -64,9 +64,7 @@ def logits(config: ModelConfig, params: Params) -> np.ndarray:
 # A last bit of a key may turn an int8 code, which is 1/127 of the row's largest: the attention tests
 # tell exactly what codes give.
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 2e-4), ("int8", 3e-2)])
-def test_models_agree_with_the_reference(
-    platform: str, kv_dtype: str, tolerance: float
-) -> None:
+def test_models_agree_with_the_reference(platform: str, kv_dtype: str, tolerance: float) -> None:
     config = dataclasses.replace(MODEL, kv_dtype=kv_dtype)
     own = dataclasses.replace(config, kernels=Kernels(platform))
     wanted = logits(config, random_weights(config, "int4"))
