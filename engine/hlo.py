@@ -28,6 +28,8 @@ _KERNEL = re.compile(r"\b(stoker_\w+)")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 #: What a fusion of XLA's for GPUs is, where Triton or a library does it.
 _FUSION_KIND = re.compile(r'"fusion_backend_config":\{"kind":"(__\w+)"')
+#: Custom calls that place buffers and compute nothing.
+_PLACING = re.compile(r"AllocateBuffer|ConcatBitcast|PrepareAsyncCall\w*|Assume\w+|Gather\w+|Pin|Unpin")
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 #: What names bytes without moving them.
 _FREE = {
@@ -208,11 +210,13 @@ class Program:
         waiting = [parameter.name]
         while waiting:
             source = waiting.pop()
+            if computation[source].root:
+                return whole
             for one in computation.values():
                 if source not in one.operands:
                     continue
                 places = [at for at, operand in enumerate(one.operands) if operand == source]
-                if one.op == "bitcast":
+                if one.op == "bitcast" or self._is_bitcast(one):
                     waiting.append(one.name)
                 elif one.op in _SLICES and places == [0]:
                     total += _logical(one.results)
@@ -223,6 +227,12 @@ class Program:
                 else:
                     return whole
         return min(total, whole)
+
+    def _is_bitcast(self, one: Instruction) -> bool:
+        """Whether a fusion only calls its parameter something else."""
+        return one.op == "fusion" and all(
+            inner.op in ("parameter", "bitcast") for inner in self.computations[one.called[0]].values()
+        )
 
     def _fusion_write(self, name: str, results: tuple[Array, ...]) -> float:
         """Bytes that a fusion writes: of an update in place, what is new."""
@@ -244,7 +254,9 @@ def kernel_name(one: Instruction) -> str | None:
         return None
     own = _KERNEL.search(one.text)
     target = _TARGET.search(one.text)
-    return own[1] if own else target[1] if target else None
+    if own:
+        return own[1]
+    return None if target is None or _PLACING.fullmatch(target[1]) else target[1]
 
 
 def _parse(text: str) -> tuple[dict[str, Computation], str]:

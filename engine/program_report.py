@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -96,8 +97,10 @@ class StepRefused:
         return {**dataclasses.asdict(self), "fits": False}
 
 
-def report_step(setup: Setup, shape: StepShape, target: Target) -> StepReport | StepRefused:
-    """Compiles one program for the target's devices, and reads it."""
+def report_step(
+    setup: Setup, shape: StepShape, target: Target, keep: Callable[[str], object] | None = None
+) -> StepReport | StepRefused:
+    """Compiles one program for the target's devices, and reads it; `keep` is given its text."""
     start = time.perf_counter()
     try:
         program = setup.lower(shape).compile()
@@ -107,7 +110,10 @@ def report_step(setup: Setup, shape: StepShape, target: Target) -> StepReport | 
             raise
         problem = " ".join(str(error).split())[:300]
         return StepRefused(str(shape), time.perf_counter() - start, problem)
-    return read_program(program, setup, shape, target, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    if keep is not None:
+        keep(program.as_text() or "")
+    return read_program(program, setup, shape, target, seconds)
 
 
 def read_program(

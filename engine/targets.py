@@ -18,12 +18,15 @@ from ..models.errors import StokerError
 
 #: The module of each platform's compiler; the extra `<platform>-compile` holds it.
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
-#: What `libtpu` must be told in a process that has no TPU: not to ask a cloud or other hosts which
-#: one it has, and that another process may compile as well.
-TPU_ENVIRONMENT = {
+#: What the compilers read from the environment of a process without accelerators. `libtpu` is not
+#: to ask a cloud or other hosts which TPU it has, and several processes may load it; both log less.
+COMPILE_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 _TOPOLOGY = re.compile(r"\d+(x\d+)*")
 
@@ -58,11 +61,11 @@ def target_kinds() -> dict[str, dict[str, Any]]:
 def prepare_process() -> None:
     """Keeps JAX and `libtpu` from looking for accelerators of this machine.
 
-    To be called before JAX is asked for devices; it sets `TPU_ENVIRONMENT`, where the environment
-    does not say otherwise, for this process alone.
+    To be called before JAX is asked for devices; it sets `COMPILE_ENVIRONMENT`, where the
+    environment does not say otherwise, for this process alone.
     """
     jax.config.update("jax_platforms", "cpu")
-    for name, value in TPU_ENVIRONMENT.items():
+    for name, value in COMPILE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 

@@ -22,6 +22,7 @@ SUMMARIES = {
     "score": "perplexity and log-probabilities of a text",
     "inspect": "what a checkpoint holds, from its headers alone",
     "convert": "a model as a checkpoint that loads fast, quantised if asked for",
+    "compile": "what compilers make of every step, for hardware that need not be there",
     "bench": "speed of prefill and decode, beside what the hardware allows",
 }
 
