@@ -134,6 +134,8 @@ class Setup:
 
     def lower(self, shape: StepShape) -> jax.stages.Lowered:
         """One program of the contract, to be compiled."""
+        if self.config.kernels.platform != "tpu":
+            return self._lower(shape)
         # Pallas asks the mesh which kind of TPU it writes for; otherwise JAX's first device.
         one = Mesh(np.array(self.devices[:1]), ("data",))
         with jax.set_mesh(one if self.mesh is None else self.mesh):
