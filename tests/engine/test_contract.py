@@ -35,7 +35,9 @@ def setup(config=MODEL, weights: str = "float32", slots: int = 4) -> Setup:
 def anywhere(lowered: jax.stages.Lowered) -> str:
     """A program without where its arguments lie, which shapes alone must say."""
     text = re.sub(r"sdy\.mesh @empty_mesh.*\n", "", lowered.as_text())
-    text = re.sub(r"(, )?sdy\.sharding = #sdy\.sharding<@empty_mesh, \[.*?\]>(?=[,}])(, )?", "", text)
+    text = re.sub(
+        r"(, )?sdy\.sharding = #sdy\.sharding<@empty_mesh, \[.*?\]>(?=[,}])(, )?", "", text
+    )
     return re.sub(r" \{\}|\s+", "", text)
 
 
