@@ -105,7 +105,7 @@ class Programs:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
-            lowered = _admit(self.config, self.mesh).lower(state, slot, row)
+            lowered = lower_admit(self.config, state, slot, row, self.mesh)
             program = self._programs[key] = lowered.compile()
             self._record("admit", state.history.shape, start, program)
         return program(state, slot, row)
@@ -192,6 +192,13 @@ def lower_step(
 def _shape(array: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array of the host: JAX compiles for no split ones, but runs with them."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def lower_admit(
+    config: ModelConfig, state: State, slot: Any, row: State, mesh: Mesh | None = None
+) -> jax.stages.Lowered:
+    """`steps.admit`, donating `state`, to be compiled; arguments may be shapes."""
+    return _admit(config, mesh).lower(state, slot, row)
 
 
 def _admit(config: ModelConfig, mesh: Mesh | None) -> Any:

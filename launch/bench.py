@@ -26,7 +26,7 @@ from ..models.placed_model import place_model
 from ..models.random_weights import WEIGHTS, architecture, random_weights
 from . import common, traffic
 from .command import Command
-from .meshes import given_mesh, mesh_lines
+from .meshes import devices_at_once, given_mesh, mesh_lines
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -66,6 +66,8 @@ def run(values: flags.FlagValues, load: Callable[[], Model]) -> None:
         _check_writable(values.json)
     if values["weights"].present and values.random_weights is None:
         raise StokerError("--weights is the format of --random_weights; give that too")
+    if values.quantize is not None and values.random_weights is not None:
+        raise StokerError("--quantize is for a checkpoint; --weights is what random ones have")
     trace = traffic.read_trace(values)
     model = load()
     if trace is not None:
@@ -143,6 +145,8 @@ def _report(model: Model, results: list[Measurement]) -> dict[str, Any]:
     peak = peak_memory()  # before the probes take memory of their own
     bandwidth, bandwidth_source = memory_bandwidth()
     operations, operations_source = arithmetic_peak(model.config.kernels)
+    devices = devices_at_once(model)
+    bandwidth, operations = bandwidth * devices, operations * devices
     return {
         "model": model.name,
         "device": jax.devices()[0].device_kind,

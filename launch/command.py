@@ -22,6 +22,7 @@ SUMMARIES = {
     "score": "perplexity and log-probabilities of a text",
     "inspect": "what a checkpoint holds, from its headers alone",
     "convert": "a model as a checkpoint that loads fast, quantised if asked for",
+    "compile": "what compilers make of every step, for hardware that need not be there",
     "bench": "speed of prefill and decode, beside what the hardware allows",
 }
 
@@ -81,7 +82,7 @@ class Command:
             return self._fail(f"out of memory: {str(error).splitlines()[0]}", FAILED)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-            return INTERRUPTED, "it was interrupted"
+            return INTERRUPTED, ""
         except BrokenPipeError:
             # The reader has gone (as `head` does): nothing is left to say, nor anyone to hear it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

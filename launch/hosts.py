@@ -16,7 +16,7 @@ from ..engine.hosts import dismiss, facts_of, follow
 from ..models.errors import StokerError
 from ..models.loading import Model
 from ..sharding import AUTO, HostsError, Team, join
-from .command import FAILED, Command
+from .command import FAILED, INTERRUPTED, Command
 
 
 def define_hosts_flags(values: flags.FlagValues) -> None:
@@ -97,8 +97,8 @@ def run_shared(command: Command, values: flags.FlagValues) -> NoReturn:
         traceback.print_exc()
         status, problem = FAILED, f"{type(error).__name__}: {error}"
     if status != 0:
-        problem = f"process {team.hosts.index} failed: {' '.join(problem.split())}"
-        team.watch.fail_others(problem, status)
+        verb = "was interrupted" if status == INTERRUPTED else f"failed: {problem}"
+        team.watch.fail_others(f"process {team.hosts.index} {' '.join(verb.split())}", status)
     else:
         if team.hosts.leads:
             dismiss(team)

@@ -52,3 +52,13 @@ def mesh_lines(model: Model) -> list[str]:
     if model.mesh is None:
         return []
     return [str(model.config.split), *placement_report(model.config)]
+
+
+def devices_at_once(model: Model) -> int:
+    """Devices whose memories a step of one copy of the model reads at the same time.
+
+    Devices that a CPU host pretends to be share its memory, and count as one.
+    """
+    if model.mesh is None or jax.default_backend() == "cpu":
+        return 1
+    return model.mesh.size // model.config.split.degree("slots")

@@ -8,7 +8,7 @@ from typing import Any
 from ..engine.accounting import peak_memory, step_cost
 from ..engine.engine import Engine
 from ..engine.replies import Reply
-from .meshes import mesh_lines
+from .meshes import devices_at_once, mesh_lines
 
 
 def reply_stats(engine: Engine, reply: Reply, limit: tuple[float, str]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def reply_stats(engine: Engine, reply: Reply, limit: tuple[float, str]) -> dict[
     model = engine.model
     cost = step_cost(model.config, model.params, [context])
     seconds = reply.tpot_s or None
-    bandwidth, source = limit
+    bandwidth, source = limit[0] * devices_at_once(model), limit[1]
     achieved = cost.bytes / seconds if seconds else None
     return {
         "load_s": model.load_seconds,

@@ -184,10 +184,7 @@ def _fresh_folder(target: pathlib.Path, needed: int, overwrite: bool) -> Iterato
         folder = pathlib.Path(scratch) / target.name
         folder.mkdir()
         yield folder
-        if target.exists():
-            # An empty folder, or one to be overwritten: out of the way first, away afterwards.
-            os.rename(target, pathlib.Path(scratch) / f"{target.name}.old")
-        os.rename(folder, target)
+        _swap(folder, target, pathlib.Path(scratch) / f"{target.name}.old")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StokerError(
@@ -200,6 +197,19 @@ def _fresh_folder(target: pathlib.Path, needed: int, overwrite: bool) -> Iterato
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _swap(folder: pathlib.Path, target: pathlib.Path, old: pathlib.Path) -> None:
+    """Gives `folder` the name of `target`; what had it, if anything did, becomes `old`."""
+    replaces = target.exists()
+    if replaces:
+        os.rename(target, old)
+    try:
+        os.rename(folder, target)
+    except BaseException:
+        if replaces and not target.exists():
+            os.rename(old, target)
+        raise
 
 
 def _is_empty_folder(path: pathlib.Path) -> bool:

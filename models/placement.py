@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..sharding import Cut, Rules, even_cut, split_of, wide_cut
 from .config import ModelConfig
@@ -18,6 +18,7 @@ from .host_arrays import Empty, aligned_empty
 from .ops.cpu import PackedArray, can_pack, pack
 from .parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
 from .quantized import QuantArray, dequantize, ready
+from .random_weights import matrix_shape
 
 #: Rows of a parameter (elements of its first axis), with NumPy leaves.
 Read = Callable[[slice], Any]
@@ -124,17 +125,43 @@ def place_parameter(
     return jax.tree.unflatten(jax.tree.structure(some), leaves)
 
 
-def shape_params(config: ModelConfig, mesh: Mesh, dtype: str = "bfloat16") -> Params:
-    """The parameters on `mesh` as shapes, matrices dense in `dtype`: nothing is allocated.
+def shape_params(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    weights: str = "bfloat16",
+    device: jax.Device | None = None,
+) -> Params:
+    """The parameters as shapes, as `place_params` would place random ones: nothing is allocated.
 
     For compiling steps for machines that are not there, and for counting what each device holds.
+
+    Args:
+      config: the architecture; its kernels say how quantised matrices lie.
+      mesh: what they are split over, as `config.split` says; None for one device.
+      weights: format of the matrices, one of `random_weights.WEIGHTS`.
+      device: the one, if not JAX's own first.
+
+    Raises:
+      StokerError: where a device's columns do not divide into quantisation groups.
     """
     values = {}
     for name, parameter in named_parameters(abstract_params(config)):
-        shape = tuple(cut.padded for cut in cuts_of(parameter, config))
-        kind = dtype if parameter.dtype == "any" else parameter.dtype
-        sharding = NamedSharding(mesh, config.split.spec(parameter.axes))
-        values[name] = jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+        cuts = cuts_of(parameter, config)
+        own = tuple(cut.width for cut in cuts)
+        if parameter.dtype == "any":
+            part = matrix_shape(own, weights, config.kernels)
+        else:
+            part = jax.ShapeDtypeStruct(own, parameter.dtype)
+        spec = config.split.spec(parameter.axes)
+        placement = SingleDeviceSharding(device) if device else None
+
+        def placed(leaf: Any, cuts: Any = cuts, spec: Any = spec, one: Any = placement) -> Any:
+            degrees = (cut.degree for cut in cuts)
+            shape = tuple(n * degree for n, degree in zip(leaf.shape, degrees, strict=True))
+            sharding = NamedSharding(mesh, spec) if mesh is not None else one
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        values[name] = jax.tree.map(placed, part)
     return unflatten(abstract_params(config), values)
 
 

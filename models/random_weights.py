@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from .. import configs
-from .config import DTYPES, LayerKind, ModelConfig, Rope
+from .config import DTYPES, Kernels, LayerKind, ModelConfig, Rope
 from .errors import StokerError
 from .ops import cpu
 from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
@@ -109,6 +109,36 @@ def random_weights(config: ModelConfig, weights: str, seed: int = 0) -> Params:
             array = _quantised(rng, parameter.shape, weights)
             values[name] = _ready(array, config)
     return unflatten(abstract, jax.tree.map(jnp.asarray, values))
+
+
+def matrix_shape(shape: tuple[int, ...], weights: str, kernels: Kernels) -> Any:
+    """A matrix `[..., R, C]` of `random_weights` as shapes, for kernels that do not pack theirs.
+
+    Raises:
+      StokerError: an unknown format, or columns that do not divide into groups.
+    """
+    if weights not in WEIGHTS:
+        raise StokerError(f"weights '{weights}' are not known; use {', '.join(WEIGHTS)}")
+    # Shapes stand in for arrays, which types do not know.
+    struct: Any = jax.ShapeDtypeStruct
+    if weights in DTYPES:
+        return struct(shape, weights)
+    *lead, C = shape
+    if C % _GROUP:
+        raise StokerError(
+            f"{weights} weights come in groups of {_GROUP} columns, and {C} columns do not divide; "
+            "give bfloat16 weights, or another mesh"
+        )
+    bits = 8 if weights == "int8" else 4
+    codes = struct((*lead, C * bits // 8), jnp.int8 if bits == 8 else jnp.uint8)
+    if weights == "mxfp4":
+        scale = struct((*lead, C // _GROUP), jnp.float8_e8m0fnu)
+        return QuantArray(codes, scale, bits=4, group=_GROUP, levels=E2M1)
+    # See `quantized.ready`.
+    half = jnp.int16 if kernels.platform == "tpu" else jnp.float16
+    scale = struct((*lead, C // _GROUP), half)
+    minimum = scale if bits == 4 else None
+    return QuantArray(codes, scale, minimum, bits=bits, group=_GROUP)
 
 
 def _ready(array: QuantArray, config: ModelConfig) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import signal
 import socket
@@ -154,8 +155,6 @@ def join(
     Raises:
       HostsError: the arguments do not fit, or the others are not there or do not fit.
     """
-    # A process that is lost is the watch's business: JAX would abort the others, without a word.
-    jax.config.update("jax_enable_recoverability", True)
     if coordinator == AUTO:
         return _join_found(timeout_s, label)
     host, port = split_address(coordinator)
@@ -174,6 +173,7 @@ def join(
         peer, welcome = meet(host, port, index, count, _facts(), timeout_s)
         peers, jax_port = [peer], int(welcome["jax_port"])
     watch = Watch(peers, label=label)
+    _abort_slowly()
     address = f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}"
     _initialize(timeout_s, coordinator_address=address, num_processes=count, process_id=index)
     return Team(hosts, peers, watch)
@@ -199,10 +199,13 @@ def _join_found(timeout_s: float, label: str) -> Team:
     else:
         peer, _ = meet(host, int(port), hosts.index, hosts.count, _facts(), timeout_s)
         peers = [peer]
+    _abort_slowly()
     return Team(hosts, peers, Watch(peers, label=label))
 
 
 def _initialize(timeout_s: float, **given: Any) -> None:
+    # It would take SIGTERM for a hint that the process may soon end, and the process would stay.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(initialization_timeout=max(int(timeout_s), 1), **given)
     except (RuntimeError, ValueError) as error:
@@ -211,6 +214,18 @@ def _initialize(timeout_s: float, **given: Any) -> None:
             f"jax.distributed did not start: {reason}; where it cannot find the cluster, give "
             "--coordinator=host:port, --num_processes and --process_id"
         ) from None
+
+
+def _abort_slowly() -> None:
+    """Makes `abort()` wait for six seconds, so that the watch can say which process was lost.
+
+    JAX aborts a process, with a message of its own, in the moment in which process 0 goes; there is
+    no public way to stop it. The handler of the signal is libc's `sleep`, which takes the signal's
+    number, 6, for seconds: no Python runs in it, and then the process aborts as it would have.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(int(signal.SIGABRT), ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def _facts() -> dict[str, str]:

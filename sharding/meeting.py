@@ -94,7 +94,7 @@ def gather(
                 if came is None:
                     missing = [i for i in range(1, count) if (i, "steps") not in found]
                     raise HostsError(
-                        f"{_numbered(missing)} of {count} did not join within {timeout_s:.0f} s; "
+                        f"{_numbered(missing)} of {count} did not join within {timeout_s:g} s; "
                         "start all processes, with the same --coordinator"
                     )
                 connection, host, hello = came
@@ -131,11 +131,22 @@ def meet(
     """
     deadline = time.monotonic() + timeout_s
     hello = {"greeting": _GREETING, "index": index, "count": count, "facts": facts}
-    found = []
+    found: list[socket.socket] = []
     for kind in _KINDS:
-        connection = _connect(host, port, deadline, timeout_s)
-        send_text(connection, {**hello, "kind": kind})
+        # Where the first came through, a second that does not means that process 0 has given up,
+        # which the first will tell.
+        try:
+            connection = _connect(host, port, time.monotonic() if found else deadline)
+        except OSError as error:
+            if found:
+                break
+            raise HostsError(
+                f"process 0 did not answer at {host}:{port} within {timeout_s:g} s "
+                f"({error.strerror or error}); start it, and give its address to all"
+            ) from None
         found.append(connection)
+        with contextlib.suppress(OSError):  # likewise
+            send_text(connection, {**hello, "kind": kind})
     welcome: dict[str, Any] = {}
     for connection in found:
         connection.settimeout(max(deadline - time.monotonic(), 0) + _HELLO_S)
@@ -149,7 +160,8 @@ def meet(
         if "refused" in welcome:
             raise HostsError(str(welcome["refused"]))
         connection.settimeout(None)
-    return _peer(0, host, *found), welcome
+    control, steps = found
+    return _peer(0, host, control, steps), welcome
 
 
 def _peer(index: int, host: str, control: socket.socket, steps: socket.socket) -> Peer:
@@ -218,22 +230,20 @@ def _refuse(connection: socket.socket, problem: str) -> None:
     connection.close()
 
 
-def _connect(host: str, port: int, deadline: float, timeout_s: float) -> socket.socket:
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection, tried for until `deadline`, but once at least: process 0 may be starting."""
     family, address = _resolve(host, port)
     while True:
         connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.settimeout(max(min(deadline - time.monotonic(), 10.0), 0.1))
+        connection.settimeout(min(max(deadline - time.monotonic(), _HELLO_S), 2 * _HELLO_S))
         try:
             connection.connect(address)
             return connection
-        except OSError as error:
+        except OSError:
             connection.close()
             if time.monotonic() >= deadline:
-                raise HostsError(
-                    f"process 0 did not answer at {host}:{port} within {timeout_s:.0f} s "
-                    f"({error.strerror or error}); start it, and give its address to all"
-                ) from None
-        time.sleep(0.1)  # it may be starting
+                raise
+        time.sleep(0.1)
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

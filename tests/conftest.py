@@ -12,6 +12,16 @@ from stoker.models.loading import Model, load_model
 from stoker.models.sources import resolve
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what needs an accelerator's compiler, unless -m asks for it by name."""
+    if "compile" in config.option.markexpr:
+        return
+    spared = [item for item in items if item.get_closest_marker("compile")]
+    if spared:
+        config.hook.pytest_deselected(items=spared)
+        items[:] = [item for item in items if item not in spared]
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> pathlib.Path:
     """The GGUF file of SmolLM2-135M-Instruct (98 MB); a failed download fails the test."""
@@ -31,13 +41,3 @@ def smollm2(smollm2_path: pathlib.Path) -> Model:
 def helpers_on_path() -> dict[str, str]:
     """The environment for a subprocess that imports the modules of tests/helpers."""
     return os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent / "helpers")}
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what compiles for TPUs unless `-m` asks for it: it needs `libtpu`, and minutes."""
-    if "tpu_compile" in config.getoption("-m"):
-        return
-    left = [item for item in items if item.get_closest_marker("tpu_compile")]
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]

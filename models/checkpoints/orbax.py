@@ -93,6 +93,12 @@ def write_tree(folder: pathlib.Path, values: Mapping[str, Any]) -> None:
         for name, leaf in zip(stored.arrays(), stored.leaves, strict=True):
             arrays[name] = getattr(value, leaf) if leaf else value
     ocp = _orbax()
+    # Orbax makes a copy of every NumPy array before it writes any; of these it does not.
+    host = jax.local_devices(backend="cpu")[0]
+    arrays = {
+        name: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, host)
+        for name, leaf in arrays.items()
+    }
     with _checkpointer() as checkpointer:
         checkpointer.save(_tree_folder(folder), args=ocp.args.PyTreeSave(_nested(arrays)))
 

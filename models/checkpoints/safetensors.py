@@ -38,6 +38,8 @@ _DTYPES: dict[str, np.dtype] = {
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
 }
+#: Bytes that are copied before their pages are given back.
+_COPY_BYTES = 32 << 20
 #: Types of tensors that need no explanation.
 FLOATS = ("F32", "F16", "BF16")
 
@@ -114,13 +116,22 @@ class SafetensorsCheckpoint:
     def load(
         self, name: str, rows: slice = slice(None), columns: slice = slice(None)
     ) -> np.ndarray:
-        """A copy of a tensor, or of a slice of its rows and columns, in the file's own type."""
+        """A copy of a tensor, or of a slice of its rows and columns, in the file's own type.
+
+        Pages of the file are given back as they are copied: no large tensor is in memory twice.
+        """
         info = self.tensors[name]
         flat = np.frombuffer(self._maps[name], np.uint8, info.nbytes, info.offset)
         stored = flat.view(_DTYPES[info.dtype]).reshape(info.shape)
         stored = stored[(rows, columns)[: stored.ndim]]
         copy = aligned_empty(stored.shape, stored.dtype)
-        copy[...] = stored
+        if stored.nbytes <= _COPY_BYTES:
+            copy[...] = stored
+            return copy
+        step = max(1, _COPY_BYTES * len(stored) // stored.nbytes)
+        for start in range(0, len(stored), step):
+            copy[start : start + step] = stored[start : start + step]
+            self.release(name)
         return copy
 
     def release(self, name: str) -> None:

@@ -15,6 +15,7 @@ from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
+from .olmo3 import OLMO3
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
@@ -25,7 +26,7 @@ __all__ = ["ALL", "FAMILIES", "Family", "family_for", "family_of_name", "family_
 
 ALL: tuple[Family, ...] = (
     *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3),
-    *(GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, GRANITE),
+    *(GEMMA, GEMMA2, GEMMA3, PHI3, OLMO2, OLMO3, GRANITE),
     *(DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS),
 )
 #: By the architecture that GGUF files state.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..config import LayerKind
 from .gguf_config import Keys
 from .hf_config import ConfigJson
 from .naming import Naming, gguf_naming, hf_naming
@@ -17,6 +18,14 @@ Fields = Mapping[str, Any]
 def nothing_more(source: ConfigJson | Keys, fields: Fields) -> Fields:
     """For families whose configuration holds nothing of their own."""
     return {}
+
+
+def turned_locally(kinds: tuple[LayerKind, ...], local: Sequence[bool]) -> tuple[LayerKind, ...]:
+    """`kinds` with the local rotary embedding on the layers that `local` says."""
+    return tuple(
+        dataclasses.replace(kind, rope="local") if is_local else kind
+        for kind, is_local in zip(kinds, local, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

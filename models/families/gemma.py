@@ -8,12 +8,11 @@ six.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
-from ..config import LayerKind, Rope
+from ..config import Rope
 from . import gguf_config
-from .family import Family, Fields
+from .family import Family, Fields, turned_locally
 from .gguf_config import Keys
 from .hf_config import ConfigJson, rope, rope_settings, sliding_layers, windowed
 from .naming import HF_POST_NORMS, hf_naming
@@ -81,15 +80,8 @@ def third(json: ConfigJson, fields: Fields) -> Fields:
         **_scores(json, (0.0, 0.0)),
         "rope": main,
         "local_rope": near,
-        "kinds": _local(kinds, sliding),
+        "kinds": turned_locally(kinds, sliding),
     }
-
-
-def _local(kinds: tuple[LayerKind, ...], local: list[bool]) -> tuple[LayerKind, ...]:
-    return tuple(
-        dataclasses.replace(kind, rope="local") if is_local else kind
-        for kind, is_local in zip(kinds, local, strict=True)
-    )
 
 
 def _largest(fields: Fields) -> Fields:
@@ -125,7 +117,7 @@ def third_keys(keys: Keys, fields: Fields) -> Fields:
         **_largest(fields),
         "logit_softcap": keys.number("final_logit_softcapping", 0.0),
         "local_rope": Rope(theta, fields["rope"].dims),
-        "kinds": _local(gguf_config.windowed(keys, fields, sliding), sliding),
+        "kinds": turned_locally(gguf_config.windowed(keys, fields, sliding), sliding),
     }
 
 

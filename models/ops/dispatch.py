@@ -214,6 +214,9 @@ def attention(
     yet, and `turn`: cosines and sines `[T, dims/2]` from `rotary_tables`.
     """
     if kernels.platform == "cpu":
+        # `ModelConfig` sees to it that these are plain.
+        assert isinstance(k_pages, jax.Array), k_pages
+        assert isinstance(v_pages, jax.Array), v_pages
         return cpu.attention(
             *(q, k, v, k_pages, v_pages, layout),
             turn=turn,

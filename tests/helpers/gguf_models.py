@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "gemma3_text": ("gemma3", False),
     "phi3": ("phi3", False),
     "olmo2": ("olmo2", False),
+    "olmo3": ("olmo2", False),
     "granite": ("granite", True),
     "gpt_oss": ("gpt-oss", False),
     "deepseek_v2": ("deepseek2", False),
@@ -163,8 +164,11 @@ def _write_keys(writer: Any, config: Any, fused_kv: bool) -> None:
         writer.add_key_length(head_dim)
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
         writer.add_sliding_window(config.sliding_window or 0)
-    if kind in ("gemma2", "gemma3_text", "mistral", "gpt_oss") and config.sliding_window:
+    if kind in ("gemma2", "gemma3_text", "mistral", "gpt_oss", "olmo3") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if kind == "olmo3":
+        sliding = [layer == "sliding_attention" for layer in config.layer_types]
+        writer.add_sliding_window_pattern(sliding)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)

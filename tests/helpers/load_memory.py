@@ -9,24 +9,28 @@ import sys
 # On Linux ru_maxrss survives exec, so a child would start at its parent's peak.
 MEASURE = """
 import pathlib, re, resource, sys
-import jax
+import jax, ml_dtypes, numpy as np
 from stoker.models.loading import load_model
+from stoker.models.quantise import Quantisation, quantise
 from stoker.models.ops import cpu
 def peak():
     if sys.platform == "linux":
         status = pathlib.Path("/proc/self/status").read_text()
         return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+how = Quantisation.parse(sys.argv[3]) if sys.argv[3] else None
 jax.devices(), cpu.load()
+# What compiling takes is not the model's.
+if how: quantise(np.ones((512, 1024), ml_dtypes.bfloat16), how)
 before = peak()
-model = load_model(sys.argv[1], kernels=sys.argv[2])
+model = load_model(sys.argv[1], kernels=sys.argv[2], quantize=how)
 print(peak() - before, model.file_bytes)
 """
 
 
-def load_growth(path: pathlib.Path, kernels: str) -> tuple[float, float]:
+def load_growth(path: pathlib.Path, kernels: str, quantize: str = "") -> tuple[float, float]:
     """Bytes by which the peak of memory grew, and bytes of the checkpoint."""
-    command = [sys.executable, "-c", MEASURE, str(path), kernels]
+    command = [sys.executable, "-c", MEASURE, str(path), kernels, quantize]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     grown, file_bytes = map(float, result.stdout.split())
     return grown, file_bytes

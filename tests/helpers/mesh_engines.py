@@ -57,7 +57,7 @@ def long_prompt(model: Model, text: str) -> None:
     for placed, pages in ((model, 14), (place_model(model, mesh_of(text)), 4)):
         engine = Engine(placed, slots=1, context=224, pages=pages, shapes=shapes)
         ids.append(engine.generate([prompt], GREEDY, progress=False)[0].ids)
-        for leaf in jax.tree.leaves(engine.runner._cache):
+        for leaf in jax.tree.leaves(engine.runner.device.cache):
             held = leaf.addressable_shards[0].data.size * len(leaf.addressable_shards)
             assert held == leaf.size
     assert ids[0] == ids[1] and len(ids[0]) == GREEDY.max_tokens

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import sys
 from typing import Any
 
@@ -23,12 +22,6 @@ from stoker.models.config import ModelConfig, Rope
 from stoker.models.placement import shape_params, split_config
 from stoker.sharding import make_mesh, parse_mesh
 
-#: Where `libtpu` is asked of machines that are not there, it must not look for this one's.
-TPU_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
 _BFLOAT16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
 #: Shapes of published models, by their `config.json`.
 LARGE = {
@@ -109,5 +102,4 @@ def main(topology: str, jobs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(TPU_ENVIRONMENT)
     main(sys.argv[1], sys.argv[2:])

@@ -129,6 +129,17 @@ CASES = {
     "phi3-short": Case("Phi3", {**LONG_PHI3, "original_max_position_embeddings": 128}),
     "phi3-long": Case("Phi3", {**LONG_PHI3, "original_max_position_embeddings": 32}),
     "olmo2": Case("Olmo2"),
+    "olmo3": Case(
+        "Olmo3",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 16,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
     "granite": Case("Granite", {**GRANITE, "tie_word_embeddings": True}),
     "deepseek-v2-lite": Case("DeepseekV2", DEEPSEEK),
     "deepseek-v2": Case(

@@ -66,6 +66,16 @@ OLDER = {
         "rope_local_base_freq": 1e4,
         "rope_scaling": None,
     },
+    "olmo3": {
+        "layer_types": ...,
+        "rope_parameters": ...,
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "smollm3": {"layer_types": ..., "no_rope_layers": ..., "no_rope_layer_interval": 4},
     "qwen2-window": {"layer_types": ...},
     "phi3-long": {

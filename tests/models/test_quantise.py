@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import gguf
 import jax
@@ -10,8 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf_files import Tiny, hf_weights, write_gguf
-from hf_models import make, reference_logits, write
+from hf_models import make, reference_logits, write, write_tokenizer
+from load_memory import load_growth
 from running import CASES, logits_of, token_ids
+from safetensors.numpy import save_file
 
 from stoker.models.errors import StokerError
 from stoker.models.loading import load_model
@@ -201,3 +204,30 @@ def test_the_matrix_at_fault_is_named(tmp_path):
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = np.nan
     with pytest.raises(StokerError, match=r"'layers.1.up' has values that are not finite"):
         load_model(write_gguf(tmp_path / "m.gguf", Tiny(), weights), quantize="int8")
+
+
+@pytest.mark.parametrize("kernels", ["xla", "cpu"])
+def test_quantising_takes_the_result_and_one_tensor(kernels, tmp_path):
+    """The file is twice the result; a matrix of it is 8 MB."""
+    V, D, F, L = 2048, 1024, 4096, 4
+    rng = np.random.default_rng(0)
+    at = "model.layers.{}."
+    shapes = {f"{at}self_attn.{name}_proj.weight": (D, D) for name in "qkvo"}
+    shapes |= {f"{at}mlp.{name}_proj.weight": (F, D) for name in ("gate", "up")}
+    shapes |= {f"{at}mlp.down_proj.weight": (D, F)}
+    shapes |= {f"{at}{name}_layernorm.weight": (D,) for name in ("input", "post_attention")}
+    shapes = {name.format(i): shape for name, shape in shapes.items() for i in range(L)}
+    shapes |= {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    tensors = {
+        name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"model_type": "llama", "vocab_size": V, "hidden_size": D, "intermediate_size": F}
+    config |= {"num_hidden_layers": L, "num_attention_heads": 16, "rms_norm_eps": 1e-5}
+    config |= {"max_position_embeddings": 256, "tie_word_embeddings": True, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path, 320)
+    grown, file_bytes = load_growth(tmp_path, kernels, "int8")
+    result = file_bytes * 8.5 / 16
+    assert 0.9 * result < grown < result + 6 * 8.4e6, (grown, result)

@@ -1,7 +1,7 @@
 """What devices tell each other in a compiled step: counted, for forced host devices and for TPUs.
 
-Those of TPUs (marker `tpu_compile`) are compiled by `libtpu` itself, for machines that need not be
-there: `pip install -e '.[tpu-compile]'`, and `pytest -m tpu_compile`.
+Those of TPUs (marker `compile`) are compiled by `libtpu` itself, for machines that need not be
+there: `pip install -e '.[tpu-compile]'`, and `pytest -m compile`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ from typing import Any
 import pytest
 
 LAYERS = 2
+#: Where `libtpu` is asked of machines that are not there, it must not look for this one's, nor mind
+#: another process that does the same.
+TPU_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 def programs(helpers_on_path: dict[str, str], topology: str, *jobs: str) -> list[dict[str, Any]]:
     # Without the optimisations that cost more than they save here: collectives stay the same.
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    environment = helpers_on_path | {"XLA_FLAGS": flags}
+    environment = helpers_on_path | TPU_ENVIRONMENT | {"XLA_FLAGS": flags}
     if topology != "host" and importlib.util.find_spec("libtpu") is None:
         pytest.fail(
             "compiling for TPUs needs the package libtpu; pip install -e '.[tpu-compile]'",
@@ -79,7 +87,7 @@ def test_steps_hold_exactly_the_collectives_that_they_need(
         check(found, job.split("/")[1], full_norms=name == "six_heads")
 
 
-@pytest.mark.tpu_compile
+@pytest.mark.compile
 @pytest.mark.parametrize("name", ["plain", "experts"])
 def test_programs_for_tpus_hold_no_others(helpers_on_path: dict[str, str], name: str) -> None:
     meshes = ("tensor:8", "data:2,expert:2,tensor:2", "sequence:2,tensor:4")
@@ -87,6 +95,8 @@ def test_programs_for_tpus_hold_no_others(helpers_on_path: dict[str, str], name:
     for job, found in zip(jobs, programs(helpers_on_path, "v5e:2x4", *jobs), strict=True):
         mesh = job.split("/")[1]
         wanted = expected(mesh, LAYERS)
+        # This compiler sums and scatters in a fusion around an all-reduce.
+        wanted["all-reduce"] += wanted.pop("reduce-scatter", 0)
         assert found["collectives"] == wanted, job
         assert found["largest_gather"] < 2**14
         assert found["aliased_bytes"] >= found["cache_bytes"]
@@ -97,7 +107,7 @@ _LLAMA_LAYER = 2 * (8192 * (8192 + 1024 + 1024 + 8192) + 3 * 8192 * 28672)
 _MIXTRAL_LAYER = 2 * (4096 * (4096 + 1024 + 1024 + 4096) + 8 * 3 * 4096 * 14336)
 
 
-@pytest.mark.tpu_compile
+@pytest.mark.compile
 @pytest.mark.parametrize(
     ("job", "layer_bytes", "table_bytes", "repeated"),
     [
@@ -116,7 +126,7 @@ def test_memory_of_each_device_by_the_compiler(
     # One of eight KV heads, which two devices hold each.
     kv = 2049 * 16 * 2 * 128 * 2 * layers
     assert found["cache_bytes"] == kv
-    assert found["aliased_bytes"] >= kv
+    assert found["aliased_bytes"] >= kv and found["copies"] == []
     rest = found["argument_bytes"] - found["weight_bytes"] - kv
     assert 0 <= rest < 8e6, "state and batch"
     assert found["temporary_bytes"] < 0.1 * found["weight_bytes"]

@@ -37,8 +37,8 @@ def why_unsupported(weight: Weight) -> str | None:
         return f"groups of {weight.group} codes of {weight.bits} bits are no power of two"
     if str(weight.codes.dtype) not in _CODES:
         return f"codes of {weight.codes.dtype} are not widened"
-    if weight.codes.nbytes >= 2**31:
-        return f"{weight.codes.nbytes:,} bytes of codes are more than 32-bit offsets reach"
+    if weight.codes.size >= 2**31:
+        return f"{weight.codes.size:,} bytes of codes are more than 32-bit offsets reach"
     groups = weight.scale.shape[-1]
     for part in (weight.scale, weight.minimum, weight.super_scale, weight.super_minimum):
         if part is not None and str(part.dtype) not in _SCALES:

@@ -19,8 +19,10 @@ _LEAST_SPAN = PIECE // LANES
 #: Types of codes that a kernel widens.
 _CODES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 #: Types of scales and minima that a kernel reads.
-_SCALES = ("float32", "float16", "int16", "bfloat16", "int8", "uint8")
-_SCALES += ("float8_e8m0fnu", "float8_e4m3fn")
+_SCALES = (
+    *("float32", "float16", "int16", "bfloat16"),
+    *("int8", "uint8", "float8_e8m0fnu", "float8_e4m3fn"),
+)
 
 
 def why_unsupported(weight: QuantArray) -> str | None:
@@ -34,9 +36,9 @@ def why_unsupported(weight: QuantArray) -> str | None:
     if str(weight.codes.dtype) not in _CODES:
         return f"codes of {weight.codes.dtype} are not widened"
     factors = (weight.scale, weight.minimum, weight.super_scale, weight.super_minimum)
-    for part in (part for part in factors if part is not None):
-        if str(part.dtype) not in _SCALES:
-            return f"scales of {part.dtype} are not read"
+    for dtype in (part.dtype for part in factors if part is not None):
+        if str(dtype) not in _SCALES:
+            return f"scales of {dtype} are not read"
     for part, factor in zip(factors[:2], factors[2:], strict=True):
         if part is not None and factor is not None and part.shape[-1] % factor.shape[-1]:
             return "factors of scales do not divide the groups"
@@ -54,6 +56,7 @@ class Format:
       columns: bytes of codes in a row.
       levels: see `QuantArray`.
       kinds: types of scale, minimum and their factors, or "" for those that are not there.
+      turned: which of those that are there come as `[..., groups, R]`, in turn.
     """
 
     bits: int
@@ -61,7 +64,8 @@ class Format:
     span: int
     columns: int
     levels: tuple[float, ...]
-    kinds: tuple[str, str, str, str]
+    kinds: tuple[str, ...]
+    turned: tuple[bool, ...]
 
     @property
     def groups(self) -> int:
@@ -70,10 +74,18 @@ class Format:
 
 
 def format_of(weight: QuantArray) -> tuple[Format, list[jax.Array]]:
-    """What a kernel must know of `weight`, and its leaves with types that Mosaic can load."""
+    """What a kernel must know of `weight`, and its leaves with types that Mosaic can load.
+
+    XLA lays arrays whose rows do not fill whole registers out by columns, so that turning such
+    scales moves nothing; as they are, it would copy them for the kernel.
+    """
     factors = (weight.scale, weight.minimum, weight.super_scale, weight.super_minimum)
     kinds = tuple("" if part is None else str(part.dtype) for part in factors)
-    leaves = [weight.codes, *(part for part in factors if part is not None)]
+    there = [part for part in factors if part is not None]
+    turned = tuple(part.shape[-1] % LANES != 0 for part in there)
+    leaves = [
+        part.swapaxes(-1, -2) if turn else part for part, turn in zip(there, turned, strict=True)
+    ]
     return Format(
         bits=weight.bits,
         zero_point=weight.zero_point,
@@ -81,7 +93,8 @@ def format_of(weight: QuantArray) -> tuple[Format, list[jax.Array]]:
         columns=weight.codes.shape[-1],
         levels=tuple(getattr(weight, "levels", ())),
         kinds=kinds,
-    ), [_loadable(leaf) for leaf in leaves]
+        turned=turned,
+    ), [_loadable(leaf) for leaf in (weight.codes, *leaves)]
 
 
 def _loadable(leaf: jax.Array) -> jax.Array:
@@ -117,7 +130,7 @@ def read_scales(refs: list[Any], format_: Format, scratch: list[Any]) -> None:
 
     `refs` are those of the scale, the minimum and their factors, as far as they are there.
     """
-    there = iter(refs)
+    there = iter(zip(refs, format_.turned, strict=True))
     scale, minimum, super_scale, super_minimum = (
         next(there) if kind else None for kind in format_.kinds
     )
@@ -127,12 +140,22 @@ def read_scales(refs: list[Any], format_: Format, scratch: list[Any]) -> None:
     ):
         if part is None:
             continue
-        values = _floats(part[0], kind)
+        values, groups = _rows(part, kind)
         if factor is not None:
-            factors = _whole(_floats(factor[0], factor_kind))
-            share = values.shape[1] // factor.shape[-1]
-            values = values * _spread(factors, share, values.shape[1])
-        target[:, : values.shape[1]] = values
+            factors, n_factors = _rows(factor, factor_kind)
+            values = values * _spread(factors, groups // n_factors, values.shape[1])
+        target[...] = values
+
+
+def _rows(part: tuple[Any, bool], kind: str) -> tuple[jax.Array, int]:
+    """Scales float32 `[R, ...]` in whole registers, of which the first so many count."""
+    ref, turned = part
+    values = _floats(ref[0], kind)
+    if not turned:
+        return _whole(values), values.shape[1]
+    groups = values.shape[0]
+    missing = jnp.zeros((-groups % LANES, values.shape[1]), jnp.float32)
+    return jnp.concatenate([values, missing], axis=0).T, groups
 
 
 def _whole(values: jax.Array) -> jax.Array:

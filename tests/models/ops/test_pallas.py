@@ -61,8 +61,8 @@ def logits(config: ModelConfig, params: Params) -> np.ndarray:
     return np.stack([first, second])[:, [0, 2]]
 
 
-# A last bit of a key may turn an int8 code, which is 1/127 of the row's largest: the attention tests
-# tell exactly what codes give.
+# A last bit of a key may turn an int8 code, which is 1/127 of its row's largest element: what codes
+# give exactly, the tests of attention tell.
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 2e-4), ("int8", 3e-2)])
 def test_models_agree_with_the_reference(platform: str, kv_dtype: str, tolerance: float) -> None:
     config = dataclasses.replace(MODEL, kv_dtype=kv_dtype)
