@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable
 
 _INSTRUCTION = re.compile(
-    r"^\s*(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+    r"^\s*(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<type>.*?) "
+    r"(?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d,]*)\](?P<layout>\{[^}]*\})?")
@@ -29,7 +30,9 @@ _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 #: What a fusion of XLA's for GPUs is, where Triton or a library does it.
 _FUSION_KIND = re.compile(r'"fusion_backend_config":\{"kind":"(__\w+)"')
 #: Custom calls that place buffers and compute nothing.
-_PLACING = re.compile(r"AllocateBuffer|ConcatBitcast|PrepareAsyncCall\w*|Assume\w+|Gather\w+|Pin|Unpin")
+_PLACING = re.compile(
+    r"AllocateBuffer|ConcatBitcast|PrepareAsyncCall\w*|Assume\w+|Gather\w+|Pin|Unpin"
+)
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 #: What names bytes without moving them.
 _FREE = {
@@ -231,7 +234,8 @@ class Program:
     def _is_bitcast(self, one: Instruction) -> bool:
         """Whether a fusion only calls its parameter something else."""
         return one.op == "fusion" and all(
-            inner.op in ("parameter", "bitcast") for inner in self.computations[one.called[0]].values()
+            inner.op in ("parameter", "bitcast")
+            for inner in self.computations[one.called[0]].values()
         )
 
     def _fusion_write(self, name: str, results: tuple[Array, ...]) -> float:

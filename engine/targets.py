@@ -19,14 +19,11 @@ from ..models.errors import StokerError
 #: The module of each platform's compiler; the extra `<platform>-compile` holds it.
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
 #: What the compilers read from the environment of a process without accelerators. `libtpu` is not
-#: to ask a cloud or other hosts which TPU it has, and several processes may load it; both log less.
+#: to ask a cloud or other hosts which TPU it has, and several processes may load it.
 COMPILE_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 _TOPOLOGY = re.compile(r"\d+(x\d+)*")
 

@@ -199,7 +199,8 @@ def describe(values: flags.FlagValues, setup: Setup, target: Target) -> dict[str
         "bandwidth": target.bandwidth,
         "operations": target.operations,
         "kernels": {
-            name: dataclasses.asdict(choice) for name, choice in ops.choices(config, weights).items()
+            name: dataclasses.asdict(choice)
+            for name, choice in ops.choices(config, weights).items()
         },
         **memory,
     }

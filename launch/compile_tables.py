@@ -90,9 +90,7 @@ def _bytes(reports: Sequence[StepReport], described: dict[str, Any]) -> Table:
         cost = report.counted
         if not report.weight_bytes:
             continue
-        floor = max(
-            cost.bytes / described["bandwidth"], cost.operations / described["operations"]
-        )
+        floor = max(cost.bytes / described["bandwidth"], cost.operations / described["operations"])
         table.add_row(
             report.step,
             _mega(cost.bytes),
@@ -102,7 +100,9 @@ def _bytes(reports: Sequence[StepReport], described: dict[str, Any]) -> Table:
             f"{report.program_bytes / cost.bytes:.0%}",
             _mega(report.compiler_bytes),
             f"{cost.operations / 1e9:,.1f}",
-            "-" if report.compiler_operations is None else f"{report.compiler_operations / 1e9:,.1f}",
+            "-"
+            if report.compiler_operations is None
+            else f"{report.compiler_operations / 1e9:,.1f}",
             f"{floor * 1e3:.2f}",
         )
     return table

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from driving import chunk, decoding, new_state, page_table
-from tiny import TINY
+from tiny import DEEPSEEK, TINY
 
 from stoker.engine import steps
 from stoker.engine.cache import new_cache, page_bytes
@@ -91,6 +91,10 @@ def test_choices_without_kernels() -> None:
     wide = dataclasses.replace(MODEL, head_dim=512, kernels=Kernels("gpu"))
     assert ops.choices(wide)["attention"].implementation == "xla"
     assert "512" in ops.choices(wide)["attention"].why
+    latent = dataclasses.replace(DEEPSEEK, kernels=Kernels("gpu"))
+    assert "no kernel of its own" in ops.choices(latent)["attention"].why
+    latent = dataclasses.replace(DEEPSEEK, kernels=Kernels("cpu"))
+    assert ops.choices(latent)["attention"] == ops.Choice("cpu", "a compiled kernel")
 
 
 def test_pages_follow_the_platform() -> None:

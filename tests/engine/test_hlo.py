@@ -1,0 +1,117 @@
+"""Programs as XLA prints them: what counts as moved, by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stoker.engine.hlo import Instruction, Moved, Program
+
+TEXT = """
+HloModule example
+
+%bitcast_fusion (x: bf16[64,64]) -> bf16[64,64] {
+  %x = bf16[64,64]{1,0} parameter(0)
+  ROOT %same = bf16[64,64]{1,0} bitcast(%x)
+}
+
+%rows (table: f32[1000,64], ids: s32[8]) -> f32[8,64] {
+  %table = f32[1000,64]{1,0} parameter(0)
+  %ids = s32[8]{0} parameter(1)
+  ROOT %found = f32[8,64]{1,0} gather(%table, %ids), offset_dims={1}, slice_sizes={1,64}
+}
+
+%product (w: bf16[64,64], y: f32[8,64]) -> f32[8,64] {
+  %w = bf16[64,64]{1,0} parameter(0)
+  %y = f32[8,64]{1,0} parameter(1)
+  %renamed = bf16[64,64]{1,0} fusion(%w), kind=kLoop, calls=%bitcast_fusion
+  ROOT %out = f32[8,64]{1,0} dot(%y, %renamed), lhs_contracting_dims={1}
+}
+
+%update (pages: f32[1000,64], new: f32[8,64], at: s32[]) -> f32[1000,64] {
+  %pages = f32[1000,64]{1,0} parameter(0)
+  %new = f32[8,64]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %written = f32[1000,64]{1,0} dynamic-update-slice(%pages, %new, %at, %at)
+}
+
+%nothing (z: f32[8,64]) -> f32[8,64] {
+  ROOT %z = f32[8,64]{1,0} parameter(0)
+}
+
+%twice (v: f32[8,64]) -> f32[8,64] {
+  %v = f32[8,64]{1,0} parameter(0)
+  ROOT %sum = f32[8,64]{1,0} add(%v, %v)
+}
+
+ENTRY %main (a: f32[1000,64], b: s32[8], c: bf16[64,64], d: s32[], p: pred[]) -> f32[8,64] {
+  %a = f32[1000,64]{1,0} parameter(0), metadata={op_name="a (odd)"}
+  %b = s32[8]{0} parameter(1)
+  %c = bf16[64,64]{1,0:T(8,128)(2,1)} parameter(2)
+  %d = s32[] parameter(3)
+  %p = pred[] parameter(4)
+  %r = f32[8,64]{1,0:T(8,128)S(1)} fusion(%a, %b), kind=kLoop, calls=%rows
+  %s = (bf16[64,64]{1,0:T(8,128)S(1)}, bf16[64,64]{1,0}, u32[]{:S(2)}) copy-start(%c)
+  %t = bf16[64,64]{1,0:T(8,128)S(1)} copy-done(%s)
+  %m = f32[8,64]{1,0} fusion(%c, %r), kind=kOutput, calls=%product
+  %n = f32[8,64]{1,0} fusion(%t, %r), kind=kOutput, calls=%product
+  %u = f32[1000,64]{1,0} fusion(%a, %m, %d), kind=kLoop, calls=%update
+  %k = f32[8,64]{1,0} custom-call(%m, %u), custom_call_target="tpu_custom_call", \
+metadata={op_name="jit(f)/stoker_attention"}
+  %g = f32[8,64]{1,0} all-reduce(%k), replica_groups={}
+  ROOT %e = f32[8,64]{1,0} conditional(%p, %g, %g), true_computation=%nothing, \
+false_computation=%twice
+}
+""".replace("\\\n", "")
+ROWS, MATRIX, TABLE = 8 * 64 * 4, 64 * 64 * 2, 1000 * 64 * 4
+
+
+def moved(name: str) -> tuple[float, float]:
+    program = Program(TEXT)
+    entry = program.computations[program.entry]
+    found = program.moved(entry[name], entry)
+    return found.read, found.write
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "write"),
+    [
+        ("r", ROWS + 32, 0),  # looked up, into vector memory
+        ("s", MATRIX, 0),  # prefetched
+        ("t", 0, 0),
+        ("m", MATRIX, ROWS),  # a nested fusion only renames the matrix
+        ("n", 0, ROWS),  # the matrix is in vector memory
+        ("u", ROWS + 4, ROWS),  # in place
+        ("g", ROWS, ROWS),
+    ],
+)
+def test_bytes_of_instructions(name: str, read: float, write: float) -> None:
+    assert moved(name) == (read, write)
+
+
+def test_the_cheapest_branch_counts_and_custom_calls_as_told() -> None:
+    program = Program(TEXT)
+    rest = sum(sum(moved(name)) for name in "rstmnug")
+    assert program.bytes() == rest + 2 * ROWS + TABLE
+
+    def nothing(one: Instruction, operands: object) -> Moved:
+        assert one.name == "k"
+        return Moved(0, 7)
+
+    assert program.bytes(nothing) == rest + 7
+    assert program.collectives() == {"all-reduce": 1}
+    assert program.kernels() == {"stoker_attention": 1}
+    assert program.largest("all-reduce") == 8 * 64
+
+
+def test_real_programs() -> None:
+    """Loops count as often as they run, and a product reads its operands once."""
+
+    def steps(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 5, lambda _, x: x @ w, x)
+
+    shapes = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    program = Program(jax.jit(steps).lower(*shapes).compile().as_text() or "")
+    once = 4 * (64 * 64 + 2 * 8 * 64)
+    assert 5 * once <= program.bytes() <= 5 * once + 16 * once
