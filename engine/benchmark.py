@@ -11,6 +11,7 @@ import numpy as np
 
 from ..models.errors import StokerError
 from ..models.loading import Model
+from ..models.pages import page_tokens
 from .accounting import StepCost, step_cost
 from .engine import Engine
 from .pages import pages_for
@@ -199,7 +200,7 @@ class Bench:
             self._model,
             slots=slots,
             context=context,
-            pages=slots * pages_for(context),
+            pages=slots * pages_for(context, page_tokens(self._model.config.kernels)),
             step_tokens=max(self._step_tokens, 2 * slots),
             prefix_cache=False,
             decode_steps=self._decode_steps,

@@ -1,6 +1,6 @@
-"""The compile contract from shapes alone: every step of an engine, for devices that may be elsewhere.
+"""The compile contract from shapes alone: all steps of an engine, for devices that may be elsewhere.
 
-Nothing is allocated: parameters, cache and state are `jax.ShapeDtypeStruct`s. The programs are those
+Nothing is allocated: parameters, cache and state are `jax.ShapeDtypeStruct`s. Programs are those
 that `Runner.warmup` would compile for the same options.
 """
 
@@ -149,15 +149,17 @@ class Setup:
             row = self._shapes(row, PartitionSpec())
             slot = self._shapes(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
             return lower_admit(config, state, slot, row, mesh=self.mesh)
-        table = np.zeros((shape.sequences, pages_for(self.context, self.page_tokens)), np.int32)
-        numbers = np.zeros(shape.sequences, np.int32)
+        table: Any = np.zeros(
+            (shape.sequences, pages_for(self.context, self.page_tokens)), np.int32
+        )
+        numbers: Any = np.zeros(shape.sequences, np.int32)
         static = {"steps": shape.repeat} if shape.step == "decode_steps" else {}
         batch: Any = DecodeBatch(table, numbers, numbers)
         rest: tuple[Any, ...] = ()
         if shape.step in ("prefill", "score"):
-            rows = np.zeros(shape.rows, np.int32)
-            starts = np.zeros(shape.sequences + 1, np.int32)
-            samples = np.zeros(shape.sequences, bool)
+            rows: Any = np.zeros(shape.rows, np.int32)
+            starts: Any = np.zeros(shape.sequences + 1, np.int32)
+            samples: Any = np.zeros(shape.sequences, bool)
             batch = PrefillBatch(rows, starts, numbers, table, numbers, samples)
             rest = (rows,) if shape.step == "score" else ()
         arrays = self._shapes((batch, *rest), slot_spec(config), self.parts)

@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable
 
 _INSTRUCTION = re.compile(
-    r"^\s*(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+    r"^\s*(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<type>.*?) "
+    r"(?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d,]*)\](?P<layout>\{[^}]*\})?")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from ..sharding.frames import Frame
 from .device import Device
 from .steps import State
 
-_LOG = logging.getLogger("stoker")
 #: What process 0 tells the others.
 _OPEN, _CLOSE, _RESET, _ADMIT, _PREPARE, _RUN, _SEAL, _END = range(8)
 #: `value` of a frame for a step: its number and, above these bits, how often it repeats.
@@ -116,7 +114,6 @@ class LeadingDevice(Device):
 
 def follow(model: Model, team: Team) -> None:
     """Makes the calls that process 0 makes, until it sends this one off."""
-    _LOG.info("process %d of %d follows process 0", team.hosts.index, team.hosts.count)
     devices: dict[int, Device] = {}
     while (frame := team.receive()).code != _END:
         try:

@@ -249,7 +249,8 @@ def _generic_cost(program: jax.stages.Compiled) -> dict[str, float]:
     try:
         from jax._src.lib import xla_client
 
-        (module,) = program.runtime_executable().hlo_modules()
+        executable: Any = program.runtime_executable()
+        (module,) = executable.hlo_modules()
         client = jax.local_devices(backend="cpu")[0].client
         return dict(xla_client._xla.hlo_module_cost_analysis(client, module))
     except (ImportError, AttributeError, ValueError, RuntimeError):

@@ -66,6 +66,8 @@ def run(values: flags.FlagValues, load: Callable[[], Model]) -> None:
         _check_writable(values.json)
     if values["weights"].present and values.random_weights is None:
         raise StokerError("--weights is the format of --random_weights; give that too")
+    if values.quantize is not None and values.random_weights is not None:
+        raise StokerError("--quantize is for a checkpoint; --weights is what random ones have")
     trace = traffic.read_trace(values)
     model = load()
     if trace is not None:

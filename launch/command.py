@@ -111,7 +111,11 @@ class Command:
         return "\n".join(lines)
 
     def _fail(self, problem: str, status: int) -> tuple[int, str]:
-        line = " ".join(problem.split())
+        # Names of a hostile file must not move the cursor.
+        line = "".join(
+            letter if letter.isprintable() else ascii(letter)[1:-1]
+            for letter in " ".join(problem.split())
+        )
         sys.stdout.flush()
         print(f"stoker {self.name}: {line}", file=sys.stderr)
         return status, line

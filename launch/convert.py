@@ -47,13 +47,16 @@ def define_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_boolean(
-        "overwrite", False, "Replace the folder if it is there already.", flag_values=values
+        "overwrite",
+        False,
+        "Replace the folder if this command wrote it before.",
+        flag_values=values,
     )
 
 
 def run(values: flags.FlagValues) -> None:
     """Converts, and says what was written."""
-    if values.output is None:
+    if not values.output:
         raise StokerError("give the folder to write, --output=FOLDER")
     start = time.perf_counter()
     with byte_bar("converting") as progress:

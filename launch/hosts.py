@@ -142,5 +142,7 @@ def _share(command: Command, values: flags.FlagValues, team: Team) -> int:
     signal.signal(signal.SIGINT, decline)
     model = load(values)
     team.agree(facts_of(model))
+    who = f"process {team.hosts.index} of {team.hosts.count}"
+    print(f"{who} follows process 0, which prints", file=sys.stderr)
     follow(model, team)
     return 0

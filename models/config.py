@@ -282,8 +282,13 @@ class ModelConfig:
         if self.n_experts:
             self.router.check(self.n_experts, self.experts_per_token)
             _positive("factor on the weights of experts", self.router.scale)
-        elif self.router != PLAIN_ROUTER or self.dense_layers or self.shared_d_ff:
-            raise StokerError("a router, dense layers or a shared MLP go with experts; give some")
+        elif (
+            self.router != PLAIN_ROUTER or self.router_bias or self.dense_layers or self.shared_d_ff
+        ):
+            raise StokerError(
+                "a model with a router, dense layers or a shared MLP must have experts, not 0 of "
+                "them; download its configuration again"
+            )
         if not 0 <= self.dense_layers <= self.n_layers:
             raise StokerError(f"{self.dense_layers} dense layers of {self.n_layers} layers")
         if (self.dense_d_ff > 0) != (self.dense_layers > 0) or min(self.shared_d_ff, 0):

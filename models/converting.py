@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from .checkpoints.manifest import Manifest, Stored, is_native_folder
 from .checkpoints.native import SPELLINGS
 from .checkpoints.safetensors_writer import SHARD_BYTES, SafetensorsWriter
 from .errors import StokerError
-from .loading import Opened, check_tensors, naming_of, open_checkpoint
+from .loading import Opened, check_tensors, check_vocabulary, naming_of, open_checkpoint
 from .parameters import abstract_params, named_parameters
 from .placement import Read
 from .quantise import Quantisation, is_matrix
@@ -32,6 +33,11 @@ DENSE = ("float32", "bfloat16", "float16")
 #: Room in a safetensors header for what stands beside the name of an array.
 _ENTRY_BYTES = 140
 _MOST_LEAVES = 5
+#: What a conversion puts into its folder.
+_OWN = re.compile(
+    rf"{re.escape(manifest.FILE)}|{manifest.TOKENIZER}|{orbax.FOLDER}"
+    r"|model[-\w]*\.safetensors(\.index\.json)?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +78,7 @@ def convert_model(
       quantize: as in `load_model`.
       dtype: all matrices become dense and of this type, one of `DENSE`, before they are quantised;
         None: they stay as they are.
-      overwrite: replace a folder that is there.
+      overwrite: replace a folder that a conversion wrote before; no other is ever removed.
       shard_bytes: about how much goes into one safetensors file.
       progress: told how many bytes of the model have been read.
 
@@ -88,12 +94,11 @@ def convert_model(
     if to == "orbax":
         orbax.require()
     target = pathlib.Path(output).expanduser().absolute()
-    if not overwrite and target.exists() and not _is_empty_folder(target):
-        raise StokerError(f"'{output}' is there already; give another folder, or --overwrite")
+    _check_target(target, overwrite)
     opened = open_checkpoint(resolve(name))
     check_tensors(opened.checkpoint, opened.family, opened.config)
     # A tokenizer that cannot be read later is better refused now.
-    opened.tokenizer()
+    check_vocabulary(name, opened.tokenizer(), opened.config)
     with _fresh_folder(target, _estimate(opened, how, dtype), overwrite) as folder:
         parameters = read_parameters(
             opened.checkpoint,
@@ -184,10 +189,7 @@ def _fresh_folder(target: pathlib.Path, needed: int, overwrite: bool) -> Iterato
         folder = pathlib.Path(scratch) / target.name
         folder.mkdir()
         yield folder
-        if target.exists():
-            # An empty folder, or one to be overwritten: out of the way first, away afterwards.
-            os.rename(target, pathlib.Path(scratch) / f"{target.name}.old")
-        os.rename(folder, target)
+        _swap(folder, target, pathlib.Path(scratch) / f"{target.name}.old")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StokerError(
@@ -202,5 +204,35 @@ def _fresh_folder(target: pathlib.Path, needed: int, overwrite: bool) -> Iterato
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _is_empty_folder(path: pathlib.Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def _swap(folder: pathlib.Path, target: pathlib.Path, old: pathlib.Path) -> None:
+    """Gives `folder` the name of `target`; what had it, if anything did, becomes `old`."""
+    replaces = target.exists()
+    if replaces:
+        os.rename(target, old)
+    try:
+        os.rename(folder, target)
+    except BaseException:
+        if replaces and not target.exists():
+            os.rename(old, target)
+        raise
+
+
+def _check_target(target: pathlib.Path, overwrite: bool) -> None:
+    """Raises `StokerError` where something is in the way that must not be replaced."""
+    try:
+        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+            return
+        names = [path.name for path in target.iterdir()] if is_native_folder(target) else []
+    except OSError as error:
+        raise StokerError(
+            f"'{target}' cannot be looked at ({error.strerror or error}); give another folder"
+        ) from None
+    others = [name for name in sorted(names) if not _OWN.fullmatch(name)]
+    if others or not names:
+        held = f" (it holds '{others[0]:.60}')" if others else ""
+        raise StokerError(
+            f"'{target}' is there already, and not what a conversion wrote{held}, so it is left "
+            "alone; give another folder"
+        )
+    if not overwrite:
+        raise StokerError(f"'{target}' is there already; give another folder, or --overwrite")

@@ -9,8 +9,6 @@ from ..sharding.collectives import part, total
 from . import ops
 from .config import ModelConfig
 from .parameters import Params
-from .parts import PLAIN_ROUTER
-from .routing import choose_experts
 
 
 def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -18,41 +16,32 @@ def experts_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Arr
 
     Rows are sorted by expert, so that each expert's are neighbours and its weights are read once.
     """
+    kernels = config.kernels
     if config.pre_norm:
-        x = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps)
-    scores = ops.products(x, (weights["router"],), config.kernels, dtype=jnp.dtype("float32"))[0]
+        x = ops.rms_norm(x, weights["mlp_norm"], config.norm_eps, kernels)
+    scores = ops.products(x, (weights["router"],), kernels, dtype=jnp.dtype("float32"))[0]
     scores = scores + weights.get("router_bias", 0.0)
-    if config.router == PLAIN_ROUTER:
-        shares, chosen = route(scores, config.experts_per_token, config.expert_norm)
-    else:
-        rule = (config.experts_per_token, config.expert_norm, config.router)
-        shares, chosen = choose_experts(scores, weights.get("choice_bias"), *rule)
-    # The experts of other devices count as one more, which comes last and multiplies nothing: every
-    # row stays, however uneven the loads.
+    rule = (config.experts_per_token, config.expert_norm, config.router)
+    shares, chosen = ops.route(scores, weights.get("choice_bias"), *rule, kernels)
     held, width, _ = config.split.resolve(("experts", "ff", None))
     n_held = weights["expert_gate"].shape[0]
-    flat = chosen.reshape(-1) - part(held) * n_held
-    flat = jnp.where((flat < 0) | (flat >= n_held), n_held, flat)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=n_held).astype(jnp.int32)
-    rows = x[order // config.experts_per_token]
+    rows, places, sizes = ops.deal(chosen, part(held) * n_held, n_held, kernels)
     matrices = (weights["expert_gate"], weights["expert_up"])
     biases = weights.get("expert_gate_bias"), weights.get("expert_up_bias")
-    gate, up = ops.grouped_products(rows, matrices, sizes, config.kernels, biases)
+    gate, up = ops.grouped_products(x, matrices, sizes, kernels, biases, rows)
     down, bias = weights["expert_down"], weights.get("expert_down_bias")
     if bias is not None and width:
         bias = jnp.where(part(width) == 0, bias, 0)  # once in the sum over parts
-    out = ops.grouped_gated_matmul(gate, up, down, sizes, config.kernels, config.activation, bias)
+    out = ops.grouped_gated_matmul(gate, up, down, sizes, kernels, config.activation, bias)
     if held:
         out = jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
-    out = out[jnp.argsort(order)].reshape(*shares.shape, -1)
-    mixed = jnp.sum(out.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
+    mixed = ops.combine(out, places, shares, kernels)
     if config.shared_d_ff:
         # Its columns are split over the same devices: one sum serves both.
         mixed = mixed + _shared_mlp(weights, x, config)
     mixed = total(mixed, (*held, *width))
     if config.post_norm:
-        mixed = ops.rms_norm(mixed, weights["mlp_post_norm"], config.norm_eps)
+        mixed = ops.rms_norm(mixed, weights["mlp_post_norm"], config.norm_eps, kernels)
     return mixed
 
 
@@ -61,16 +50,3 @@ def _shared_mlp(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array
     matrices = (weights["shared_gate"], weights["shared_up"])
     gate, up = ops.products(x, matrices, config.kernels)
     return ops.gated_matmul(gate, up, weights["shared_down"], config.kernels, config.activation)
-
-
-def route(scores: jax.Array, n_chosen: int, normalise: bool) -> tuple[jax.Array, jax.Array]:
-    """The experts of each row, by the softmax of the router's `scores [T, E]` in float32.
-
-    Returns:
-      Shares float32 `[T, n_chosen]`, which sum to one where they are normalised, and the experts'
-      numbers int32 `[T, n_chosen]`.
-    """
-    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), n_chosen)
-    if normalise:
-        shares = shares / shares.sum(axis=-1, keepdims=True)
-    return shares, chosen

@@ -71,5 +71,5 @@ def latent_block(
     out = ops.matmul(out.reshape(T, -1), weights["o"], config.kernels)
     out = total(out, config.split.axes("heads"))
     if config.post_norm:
-        out = ops.rms_norm(out, weights["attn_post_norm"], eps)
+        out = ops.rms_norm(out, weights["attn_post_norm"], eps, config.kernels)
     return out, pages

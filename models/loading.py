@@ -114,12 +114,7 @@ def load_model(
         config = split_config(config, mesh, rules)
     check_tensors(opened.checkpoint, opened.family, config)
     tokenizer = opened.tokenizer()
-    # More rows than tokens is padding; fewer would leave tokens without an embedding.
-    if tokenizer.vocab_size > config.vocab_size:
-        raise StokerError(
-            f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
-            f"{config.vocab_size} rows; convert the model again"
-        )
+    check_vocabulary(name, tokenizer, config)
     params = load_params(
         opened.checkpoint, opened.family, config, mesh=mesh, quantise=how, progress=progress
     )
@@ -247,6 +242,17 @@ def check_tensors(checkpoint: Checkpoint, family: Family, config: ModelConfig) -
         raise StokerError(
             f"the file has {_some(sorted(unused))}, which family '{family.name}' does not use; "
             "give a model without it, since leaving it out would change the results"
+        )
+
+
+def check_vocabulary(
+    name: str | os.PathLike[str], tokenizer: Tokenizer, config: ModelConfig
+) -> None:
+    """Raises `StokerError` where tokens would have no embedding; more rows are padding."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise StokerError(
+            f"the vocabulary of '{name}' has {tokenizer.vocab_size} tokens but its embedding only "
+            f"{config.vocab_size} rows; convert the model again"
         )
 
 

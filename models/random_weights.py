@@ -119,7 +119,8 @@ def matrix_shape(shape: tuple[int, ...], weights: str, kernels: Kernels) -> Any:
     """
     if weights not in WEIGHTS:
         raise StokerError(f"weights '{weights}' are not known; use {', '.join(WEIGHTS)}")
-    struct = jax.ShapeDtypeStruct
+    # Shapes stand in for arrays, which types do not know.
+    struct: Any = jax.ShapeDtypeStruct
     if weights in DTYPES:
         return struct(shape, weights)
     *lead, C = shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +11,6 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from .checkpoints.prequantised import QuantisedTensor
 from .config import ModelConfig
 from .errors import StokerError
 from .families.naming import Naming, TensorUse
@@ -29,6 +29,8 @@ _SCALES = {np.dtype(np.float16), np.dtype(np.float32)}
 
 #: Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], None]
+#: What is made of a part of a parameter.
+Convert = Callable[[Any], Any]
 #: All of it.
 WHOLE = slice(None)
 
@@ -38,7 +40,7 @@ class Tensors(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """What is known of each tensor by name: at least `shape` and `nbytes`."""
+        """What is known of each tensor by name: at least `shape`, `nbytes` and `quantised`."""
 
     def load(self, name: str, rows: slice = ...) -> np.ndarray | QuantArray:
         """A tensor, or a slice of its rows."""
@@ -79,23 +81,26 @@ def read_parameters(
     """
     uses, parameters = naming.uses(config), dict(named_parameters(abstract_params(config)))
     if quantise is not None:
+        if dense is None:
+            _check_dense(checkpoint, uses, parameters)
         for columns, group in uneven_groups(parameters, quantise).items():
             _LOG.warning(
                 "stoker: rows of %d columns do not divide into groups of %d; theirs are of %d",
                 *(columns, quantise.group, group),
             )
     sizes = {path: _stored_bytes(checkpoint, use, parameters[path]) for path, use in uses.items()}
-    total, done, quantised = sum(sizes.values()), 0, 0
+    total, done = sum(sizes.values()), 0
     for path in sorted(parameters, key=lambda path: -sizes[path]):
         parameter = parameters[path]
         if is_matrix(path, parameter):
-            convert = _Convert(quantise, dense)
+            convert = functools.partial(_converted, how=quantise, dense=dense)
         else:
-            convert = _Convert(None, None if parameter.dtype == "any" else parameter.dtype)
+            kept = None if parameter.dtype == "any" else parameter.dtype
+            convert = functools.partial(_converted, how=None, dense=kept)
         source = (uses[path], parameter, naming.row_order(path, config))
 
         def read(
-            rows: slice, path: str = path, source: Source = source, convert: _Convert = convert
+            rows: slice, path: str = path, source: Source = source, convert: Convert = convert
         ) -> Any:
             first, last, _ = rows.indices(source[1].shape[0])
             try:
@@ -105,31 +110,32 @@ def read_parameters(
                 raise StokerError(f"'{path}' {error}") from None
 
         yield path, read
-        quantised += convert.quantised
         done += sizes[path]
         if progress is not None:
             progress(done, total)
-    if quantise is not None and not quantised:
-        raise StokerError(
-            "every matrix of this model is quantised already; leave --quantize out, or convert it "
-            "to dense ones first (stoker convert --dtype=float32)"
-        )
 
 
-class _Convert:
-    """Makes parts of one parameter dense of a type or quantised, and remembers if it quantised."""
+def _check_dense(
+    checkpoint: Tensors, uses: Mapping[str, TensorUse], parameters: Mapping[str, Parameter]
+) -> None:
+    """Raises `StokerError` where no matrix is dense, or becomes so before it is quantised."""
+    for path, use in uses.items():
+        quantised = all(checkpoint.tensors[name].quantised for name in use.tensors)
+        if is_matrix(path, parameters[path]) and (use.transposed or not quantised):
+            return
+    raise StokerError(
+        "every matrix of this model is quantised already; leave --quantize out, or convert it "
+        "to dense ones first (stoker convert --dtype=float32)"
+    )
 
-    def __init__(self, how: Quantisation | None, dense: str | None) -> None:
-        self._how, self._dense = how, dense
-        self.quantised = False
 
-    def __call__(self, part: Any) -> Any:
-        if self._dense is not None:
-            part = _dense(part, np.dtype(self._dense))
-        if self._how is None or isinstance(part, QuantArray):
-            return part
-        self.quantised = True
-        return quantise_matrix(part, self._how)
+def _converted(part: Any, how: Quantisation | None, dense: str | None) -> Any:
+    """A part of one parameter, dense of a type or quantised."""
+    if dense is not None:
+        part = _dense(part, np.dtype(dense))
+    if how is None or isinstance(part, QuantArray):
+        return part
+    return quantise_matrix(part, how)
 
 
 def _dense(part: Any, dtype: np.dtype) -> np.ndarray:
@@ -155,7 +161,7 @@ def _stored_bytes(checkpoint: Tensors, use: TensorUse, parameter: Parameter) -> 
 
 def is_turned(checkpoint: Tensors, name: str, use: TensorUse) -> bool:
     """Whether a tensor holds the transposes of its matrices."""
-    return use.turned_floats and not isinstance(checkpoint.tensors[name], QuantisedTensor)
+    return use.turned_floats and not checkpoint.tensors[name].quantised
 
 
 def _parameter(
@@ -163,7 +169,7 @@ def _parameter(
     use: TensorUse,
     parameter: Parameter,
     order: np.ndarray | None,
-    convert: Callable[[Any], Any],
+    convert: Convert,
     dtype: np.dtype,
 ) -> Any:
     """One parameter with NumPy leaves, its rows in `order`, its parts converted as they are read.

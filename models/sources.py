@@ -110,6 +110,10 @@ def resolve(
         path = pathlib.Path(name).expanduser()
         if str(name) and (is_safetensors_folder(path) or is_native_folder(path)):
             return path
+        if path.suffix == ".safetensors" and path.is_file():
+            raise StokerError(
+                f"'{path}' holds tensors alone; give its folder, with config.json beside it"
+            )
         # An empty name would be the current folder.
         if str(name) and (path.exists() or path.name.lower().endswith(".gguf")):
             return shard_paths(path)[0]

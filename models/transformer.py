@@ -127,7 +127,7 @@ def attention_block(
     out = ops.matmul(out.reshape(x.shape[0], -1), weights["o"], config.kernels)
     out = _biased(weights, "o", total(out, config.split.axes("heads")))
     if config.post_norm:
-        out = ops.rms_norm(out, weights["attn_post_norm"], config.norm_eps)
+        out = ops.rms_norm(out, weights["attn_post_norm"], config.norm_eps, config.kernels)
     return out, tuple(jax.tree.leaves((keys, values)))
 
 
@@ -140,7 +140,7 @@ def mlp_block(weights: Params, x: jax.Array, config: ModelConfig) -> jax.Array:
     out = ops.gated_matmul(gate, up, weights["down"], config.kernels, config.activation)
     out = _biased(weights, "down", total(out, config.split.axes("ff")))
     if config.post_norm:
-        out = ops.rms_norm(out, weights["mlp_post_norm"], config.norm_eps)
+        out = ops.rms_norm(out, weights["mlp_post_norm"], config.norm_eps, config.kernels)
     return out
 
 
@@ -154,8 +154,8 @@ def _qk_norms(
     weights: Params, q: jax.Array, k: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Queries and keys, each through its RMS norm over the last axis."""
-    q = ops.rms_norm(q, weights["q_norm"], config.norm_eps)
-    return q, ops.rms_norm(k, weights["k_norm"], config.norm_eps)
+    q = ops.rms_norm(q, weights["q_norm"], config.norm_eps, config.kernels)
+    return q, ops.rms_norm(k, weights["k_norm"], config.norm_eps, config.kernels)
 
 
 def _full_norms(

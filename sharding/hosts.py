@@ -204,6 +204,8 @@ def _join_found(timeout_s: float, label: str) -> Team:
 
 
 def _initialize(timeout_s: float, **given: Any) -> None:
+    # It would take SIGTERM for a hint that the process may soon end, and the process would stay.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(initialization_timeout=max(int(timeout_s), 1), **given)
     except (RuntimeError, ValueError) as error:

@@ -131,7 +131,7 @@ def meet(
     """
     deadline = time.monotonic() + timeout_s
     hello = {"greeting": _GREETING, "index": index, "count": count, "facts": facts}
-    found = []
+    found: list[socket.socket] = []
     for kind in _KINDS:
         # Where the first came through, a second that does not means that process 0 has given up,
         # which the first will tell.

@@ -22,6 +22,9 @@ from typing import Any, NoReturn
 
 #: Seconds between signs of life, and of silence after which a process counts as lost.
 BEAT_S, SILENCE_S = 1.0, 20.0
+#: Seconds between two looks of the watch, of which there should be one every `BEAT_S`, after which
+#: silence is counted anew.
+STALL_S = 5.0
 _HEADER = struct.Struct("<cI")
 _ALIVE, _FAILED, _BYE, _READY = b"A", b"F", b"B", b"R"
 
@@ -94,9 +97,13 @@ class Watch(threading.Thread):
         with selectors.DefaultSelector() as selector:
             for peer in self._peers.values():
                 selector.register(peer.control, selectors.EVENT_READ, peer)
-            beat = time.monotonic()
+            beat = before = time.monotonic()
             while len(self._gone) < len(self._peers):
                 now = time.monotonic()
+                if now - before > STALL_S:
+                    # This machine stood still, and others on it may have: no silence of theirs.
+                    self._heard = dict.fromkeys(self._heard, now)
+                before = now
                 if now >= beat:
                     self._tell(_ALIVE, {})
                     beat = now + BEAT_S

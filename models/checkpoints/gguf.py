@@ -16,6 +16,7 @@ from ..errors import StokerError
 from ..quantized import QuantArray
 from .gguf_blocks import check_types, convert
 from .gguf_header import GGUFHeader, TensorInfo, open_mapped, read_header
+from .safetensors import INDEX
 
 __all__ = ["GGUFCheckpoint", "read_header", "shard_paths"]
 
@@ -65,13 +66,25 @@ def _only_model(folder: pathlib.Path) -> pathlib.Path:
         models.setdefault(f"{match['stem']}-of-{match['count']}" if match else file.name, file)
     if not models:
         raise StokerError(
-            f"'{folder}' holds no .gguf file and no model.safetensors; give a GGUF file, or a "
-            "folder with one of the two"
+            f"'{folder}' holds no .gguf file and no model.safetensors{_instead(folder)}; give a "
+            "GGUF file, or a folder with one of the two"
         )
     if len(models) > 1:
         names = ", ".join(file.name for file in list(models.values())[:4])
         raise StokerError(f"'{folder}' holds {len(models)} models ({names}); name one of them")
     return next(iter(models.values()))
+
+
+def _instead(folder: pathlib.Path) -> str:
+    """What else a folder holds that is taken for a model."""
+    for pattern, what in (
+        ("*.safetensors", f"nor the {INDEX} that '{{}}' needs"),
+        ("*.bin", "but '{}', and pickled weights are not read"),
+        ("*.pt*", "but '{}', and pickled weights are not read"),
+    ):
+        for file in sorted(folder.glob(pattern)):
+            return f", {what.format(file.name)}"
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,11 @@ class TensorInfo:
     offset: int
     nbytes: int
 
+    @property
+    def quantised(self) -> bool:
+        """Whether its elements come in blocks."""
+        return GGML_QUANT_SIZES[self.type][0] > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class GGUFHeader:
@@ -147,7 +152,8 @@ class _Walk:
         self.path, self.data, self.size, self.at = path, data, size, 0
 
     def fail(self, problem: str, advice: str = "it is damaged: download it again") -> StokerError:
-        return StokerError(f"'{self.path}': {problem}; {advice}")
+        # A damaged name may be as long as the file.
+        return StokerError(f"'{self.path}': {problem:.300}; {advice}")
 
     def take(self, count: int, what: str) -> int:
         """Advances by `count` bytes; returns where they start."""

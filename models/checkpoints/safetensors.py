@@ -62,6 +62,11 @@ class StoredTensor:
     offset: int
     nbytes: int
 
+    @property
+    def quantised(self) -> bool:
+        """Never: quantised matrices are made of several tensors, and called by another class."""
+        return False
+
 
 @dataclasses.dataclass(frozen=True)
 class SafetensorsCheckpoint:

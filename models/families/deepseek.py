@@ -174,7 +174,7 @@ def v2(json: ConfigJson, fields: Fields) -> Fields:
     """Softmax scores; the best experts of all, or of the groups with the best ones."""
     groups = {"greedy": False, "group_limited_greedy": True}
     method = json.value("topk_method", "greedy")
-    if method not in groups:
+    if not isinstance(method, str) or method not in groups:
         json.unsupported("topk_method")
     if json.value("scoring_func", "softmax") != "softmax":
         json.unsupported("scoring_func")

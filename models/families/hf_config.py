@@ -229,7 +229,7 @@ def _merge(json: ConfigJson, into: dict[str, Any], new: Mapping[str, Any]) -> No
     for key, value in new.items():
         if value is None:
             continue
-        if into.get(key, value) != value:
+        if key in into and into[key] != value:
             raise StokerError(
                 f"{json.where} gives '{key}' as {into[key]!r:.40} and as {value!r:.40}; keep the "
                 "one that the model was trained with"

@@ -18,12 +18,14 @@ from .dispatch import (
     logsumexp,
     matmul,
     products,
+    rms_norm,
     sample,
     shared_attention,
     shared_latent_attention,
 )
-from .elementwise import gated, rms_norm, rotary_tables, softcap
+from .elementwise import gated, rotary_tables, softcap
 from .layout import Layout
+from .mixture import combine, deal, route
 from .quant_pages import Pages, QuantPages, pack_pages
 from .sampling import Sampling, uniforms
 
@@ -36,6 +38,8 @@ __all__ = [
     "Sampling",
     "attention",
     "choices",
+    "combine",
+    "deal",
     "embed",
     "gated",
     "gated_matmul",
@@ -50,6 +54,7 @@ __all__ = [
     "products",
     "rms_norm",
     "rotary_tables",
+    "route",
     "sample",
     "shared_attention",
     "shared_latent_attention",

@@ -94,10 +94,10 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
     found = {"products": _joined(products or [product_choice(kernels, None)])}
     if grouped:
         found["grouped products"] = _joined(grouped)
-    if config.latent is not None:
-        found["attention"] = Choice("xla", "latent attention has no kernel of its own so far")
-    elif config.split.axes("context"):
+    if config.split.axes("context"):
         found["attention"] = Choice("xla", "devices share the context, whose parts are joined")
+    elif config.latent is not None and kernels.platform in ("tpu", "gpu"):
+        found["attention"] = Choice("xla", "latent attention has no kernel of its own so far")
     else:
         found["attention"] = attention_choice(kernels, config.head_dim)
     if kernels.platform in ("tpu", "gpu"):

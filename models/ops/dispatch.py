@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from ..config import Kernels
 from ..errors import StokerError
 from ..quantized import QuantArray, Weight, densify
-from . import cpu, xla
+from . import cpu, elementwise, xla
 from .choices import attention_choice, grouped_choice, implementation, product_choice
-from .elementwise import gated, rms_norm, rotate
+from .elementwise import gated, rotate
 from .layout import Layout
 from .quant_pages import Pages, tpu_values_by_token
 from .sampling import Sampling
@@ -42,9 +42,16 @@ def products(
         packed = [_packed(weight) for weight in weights]
         results = cpu.products(x, packed, norm=norm, activations=kernels.activations)
     else:
-        normed = x if norm is None else rms_norm(x, *norm)
+        normed = x if norm is None else elementwise.rms_norm(x, *norm)
         results = tuple(_product(normed, weight, kernels, dtype or x.dtype) for weight in weights)
     return tuple(result.astype(dtype or x.dtype) for result in results)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, kernels: Kernels) -> jax.Array:
+    """`x [..., D]` over its root mean square, times `weight [D]`: in float32, then x's dtype."""
+    if kernels.platform != "cpu":
+        return elementwise.rms_norm(x, weight, eps)
+    return cpu.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape).astype(x.dtype)
 
 
 def matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
@@ -74,6 +81,7 @@ def grouped_products(
     sizes: jax.Array,
     kernels: Kernels,
     biases: Sequence[jax.Array | None] | None = None,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Rows `x [T, C]` times their group's matrix of each weight `[E, R_i, C]`: `[T, R_i]`.
 
@@ -83,6 +91,7 @@ def grouped_products(
       sizes: int32 `[E]`, which sum to T.
       kernels: who computes.
       biases: float32 `[E, R_i]` that are added, or None, for each weight.
+      rows: int32 `[T]`; what is multiplied are these rows of x, which may then have any number.
 
     Returns:
       For each weight, in x's dtype.
@@ -91,9 +100,10 @@ def grouped_products(
     if kernels.platform == "cpu":
         packed = [_packed(weight) for weight in weights]
         results = cpu.grouped_products(
-            x, packed, sizes, biases=biases, activations=kernels.activations
+            x, packed, sizes, biases=biases, rows=rows, activations=kernels.activations
         )
     else:
+        x = x if rows is None else x[rows]
         results = tuple(
             _grouped_product(x, weight, sizes, bias, kernels)
             for weight, bias in zip(weights, biases, strict=True)
@@ -204,6 +214,9 @@ def attention(
     yet, and `turn`: cosines and sines `[T, dims/2]` from `rotary_tables`.
     """
     if kernels.platform == "cpu":
+        # `ModelConfig` sees to it that these are plain.
+        assert isinstance(k_pages, jax.Array), k_pages
+        assert isinstance(v_pages, jax.Array), v_pages
         return cpu.attention(
             *(q, k, v, k_pages, v_pages, layout),
             turn=turn,
@@ -284,7 +297,7 @@ def _latent_rows(
     """Queries `[T, N, W]` and latent vectors `[T, W]`, rotated past `rank` and normed before it."""
     q = jnp.concatenate([q[..., :rank], rotate(q[..., rank:], *turn)], axis=-1)
     key = rotate(latent[:, None, rank:], *turn)[:, 0]
-    return q, jnp.concatenate([rms_norm(latent[:, :rank], *norm), key], axis=-1)
+    return q, jnp.concatenate([elementwise.rms_norm(latent[:, :rank], *norm), key], axis=-1)
 
 
 def shared_attention(

@@ -150,15 +150,30 @@ def engine_of(source: str) -> Any:
 
 
 def steps_of(part: Mapping[str, Any] | None) -> Iterator[Any]:
-    """The steps of a normalizer, pre-tokenizer or decoder of a `tokenizer.json`, sequences open."""
+    """The steps of a normalizer, a decoder and the like of a `tokenizer.json`, sequences open."""
     if not part:
         return
-    for name in ("normalizers", "pretokenizers", "decoders"):
+    for name in ("normalizers", "pretokenizers", "decoders", "processors"):
         if part.get("type") == "Sequence" and name in part:
             for step in part[name]:
                 yield from steps_of(step)
             return
     yield part
+
+
+def check_template(values: Mapping[str, Any]) -> None:
+    """Raises `StokerError` where tokens are put around a text that their table lacks.
+
+    The library reads such a file, and dies of it when it encodes.
+    """
+    for step in steps_of(values.get("post_processor")):
+        for piece in (*step.get("single", ()), *step.get("pair", ())):
+            token = piece.get("SpecialToken", {}).get("id")
+            if token is not None and token not in step.get("special_tokens", {}):
+                raise StokerError(
+                    f"tokenizer.json puts '{token:.60}' around a text, which the special_tokens of "
+                    "its post_processor lack; download it again"
+                )
 
 
 def read_pieces(values: Mapping[str, Any], engine: Any) -> tuple[list[str], list[TokenType]]:

@@ -15,7 +15,7 @@ from ..errors import StokerError
 from ..json_files import read_json, read_text
 from .base import Tokenizer, TokenType, Vocabulary
 from .bpe import BpeTokenizer
-from .fast import FastTokenizer, engine_of, read_pieces
+from .fast import FastTokenizer, check_template, engine_of, read_pieces
 from .spm import SpmTokenizer
 from .tiktoken import convention_of, is_tiktoken, merges_of, pieces_of, read_ranks
 
@@ -63,6 +63,7 @@ def _fast(folder: pathlib.Path, settings: Mapping[str, Any]) -> Tokenizer:
         values["model"] = {**model, "dropout": None}
         source = json.dumps(values)
     engine = engine_of(source)
+    check_template(values)
     tokens, types = read_pieces(values, engine)
     vocabulary = _vocabulary(folder, settings, tokens, types, _surroundings(engine))
     return FastTokenizer(source, values, vocabulary)

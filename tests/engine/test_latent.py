@@ -20,7 +20,6 @@ from stoker.engine.replies import Reply
 from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.shapes import Shapes
 from stoker.models.loading import Model
-from stoker.models.parts import PLAIN_ROUTER
 from stoker.models.random_weights import architecture
 
 GREEDY = SamplingParams(max_tokens=24, logprobs=0)
@@ -82,14 +81,12 @@ def test_replies_are_those_of_one_pass(engine: Engine, score) -> None:
 
 
 def test_neighbours_change_no_bit() -> None:
-    """Alone in whole steps, and among others in chunks; without experts, whose norm XLA computes."""
-    experts = {"n_experts": 0, "experts_per_token": 0, "dense_layers": 0, "router": PLAIN_ROUTER}
-    widths = {"dense_d_ff": 0, "shared_d_ff": 0}
-    config = dataclasses.replace(DEEPSEEK, kernels=KERNELS["cpu"], **experts, **widths)
-    dense = tiny_model(config, random_params(config))
+    """Alone in whole steps, and among others in chunks."""
+    config = dataclasses.replace(DEEPSEEK, kernels=KERNELS["cpu"])
+    model = tiny_model(config, PARAMS)
     shapes = Shapes(decode=(1,), rows=(128,), sequences=(1,), score=64)
-    alone = Engine(dense, slots=1, context=CONTEXT, prefix_cache=False, shapes=shapes)
-    engine = Engine(dense, slots=4, context=CONTEXT, shapes=FOUR, step_tokens=20)
+    alone = Engine(model, slots=1, context=CONTEXT, prefix_cache=False, shapes=shapes)
+    engine = Engine(model, slots=4, context=CONTEXT, shapes=FOUR, step_tokens=20)
     prompts = [PROMPT[:7], PROMPT, PROMPT[3:30]]
     for reply, prompt in zip(engine.generate(prompts, SEEDED), prompts, strict=True):
         (expected,) = alone.generate([prompt], SEEDED)

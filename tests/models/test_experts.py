@@ -12,8 +12,10 @@ from tiny import KERNELS, TINY
 
 from stoker.models.config import ModelConfig
 from stoker.models.errors import StokerError
-from stoker.models.experts import experts_block, route
+from stoker.models.experts import experts_block
+from stoker.models.ops import route
 from stoker.models.ops.xla import grouped_matmul
+from stoker.models.parts import PLAIN_ROUTER
 from stoker.models.quantized import QuantArray, dequantize
 from stoker.models.random_weights import random_weights
 
@@ -42,12 +44,14 @@ def test_quantised_matrices_are_what_they_stand_for():
     np.testing.assert_allclose(grouped_matmul(x, weight, sizes), want, atol=1e-4)
 
 
-def test_shares_are_of_the_likeliest_experts():
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_shares_are_of_the_likeliest_experts(kernels):
     scores = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3], [0.7, 0.1, 0.15, 0.05]]))
-    shares, chosen = route(scores, 2, normalise=False)
+    rule = PLAIN_ROUTER, KERNELS[kernels]
+    shares, chosen = route(scores, None, 2, False, *rule)
     np.testing.assert_array_equal(chosen, [[1, 3], [0, 2]])
     np.testing.assert_allclose(shares, [[0.4, 0.3], [0.7, 0.15]], rtol=1e-5)
-    shares, _ = route(scores, 2, normalise=True)
+    shares, _ = route(scores, None, 2, True, *rule)
     np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=1e-6)
 
 

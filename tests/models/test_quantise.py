@@ -16,6 +16,7 @@ from load_memory import load_growth
 from running import CASES, logits_of, token_ids
 from safetensors.numpy import save_file
 
+from stoker.models.checkpoints.gguf import GGUFCheckpoint
 from stoker.models.errors import StokerError
 from stoker.models.loading import load_model
 from stoker.models.ops import cpu
@@ -183,8 +184,9 @@ def test_quantised_on_load_a_model_is_nearly_itself(name, kernels, spec, least, 
     assert np.corrcoef(got.ravel(), logits.ravel())[0, 1] > least
 
 
-def test_only_dense_matrices_are_quantised(tmp_path):
+def test_a_quantised_model_is_refused_from_its_headers(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", Tiny(), quantisation="Q4_0")
+    monkeypatch.setattr(GGUFCheckpoint, "load", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(StokerError, match="quantised already"):
         load_model(path, quantize="int8")
 

@@ -1,6 +1,7 @@
 // Products of grouped rows, against the same rows alone.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -69,6 +70,24 @@ void check_groups(Random& random, const Kernels& table, const char* name) {
       }
     }
     expect(same, exact ? "exact groups" : "groups", name, 0);
+    // Rows that are gathered, here backwards and the last thrice, as rows that lie so.
+    Exact<int32_t> from(T);
+    Exact<float> gathered(T * C), want(2 * T * R);
+    for (int64_t t = 0; t < T; ++t) {
+      from.get()[t] = static_cast<int32_t>(std::min<int64_t>(T - 1, T + 1 - t));
+      std::copy_n(x.data() + from.get()[t] * C, C, gathered.get() + t * C);
+    }
+    const auto multiplied = [&](const Input& input, float* to) {
+      both[0].out = to;
+      both[1].out = to + T * R;
+      Exact<uint8_t> scratch(
+          static_cast<int64_t>(scratch_bytes(both, 2, T, C, input.before, exact)));
+      Threads pool(3);
+      multiply(pool, table, input, {starts, E}, C, both, 2, exact, scratch.get());
+    };
+    multiplied({gathered.get(), nullptr, Before::kNothing, 0}, want.get());
+    multiplied({x.data(), nullptr, Before::kRows, 0, from.get()}, out.get());
+    expect(std::equal(want.get(), want.get() + 2 * T * R, out.get()), "gathered rows", name, 0);
   }
 }
 

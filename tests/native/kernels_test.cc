@@ -17,6 +17,7 @@
 #include "harness.h"
 #include "matmul.h"
 #include "requests.h"
+#include "routes.h"
 #include "sample.h"
 
 namespace {
@@ -363,6 +364,7 @@ int main() {
       check_product(random, *table, names[isa], shape);
     }
     check_groups(random, *table, names[isa]);
+    check_experts(random, *table, names[isa]);
     for (const int64_t C : {1, 7, 16, 33, 100}) check_dense(random, *table, names[isa], 11, C, 21);
     for (const Sizes& sizes : {
              Sizes{9, 3, 64, 16, 0, 0.0f, Type::kF32},

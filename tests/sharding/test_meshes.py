@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from eight_devices import on_eight_devices
 
 #: For each kind of model, weights and kernels, the meshes that must give one device's logits.
 JOBS = {
@@ -25,32 +23,6 @@ JOBS = {
 }
 
 
-def on_eight_devices(helpers_on_path: dict[str, str], *command: str) -> str:
-    # Without the optimisations that cost more than they save here.
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    environment = helpers_on_path | {"XLA_FLAGS": flags}
-    run = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 @pytest.mark.parametrize("kind", JOBS)
 def test_logits_equal_those_of_one_device(helpers_on_path: dict[str, str], kind: str) -> None:
     assert on_eight_devices(helpers_on_path, "-m", "meshes", *JOBS[kind]) == "equal\n"
-
-
-@pytest.mark.parametrize(
-    ("kind", "meshes"),
-    [
-        ("plain", ["data:2,tensor:2", "sequence:4"]),
-        ("smollm2", ["tensor:2"]),
-        ("experts+int4+cpu", ["data:2,expert:2,tensor:2"]),
-    ],
-)
-def test_whole_engines_give_the_same_replies(
-    helpers_on_path: dict[str, str], kind: str, meshes: list[str]
-) -> None:
-    """Greedy, drawn, penalised and scored; and a prompt too long for one device's pages."""
-    assert on_eight_devices(helpers_on_path, "-m", "mesh_engines", kind, *meshes) == "equal\n"

@@ -54,6 +54,11 @@ class QuantisedTensor:
     nbytes: int
     make: Callable[[Parts], QuantArray] = dataclasses.field(repr=False)
 
+    @property
+    def quantised(self) -> bool:
+        """Always."""
+        return True
+
 
 @dataclasses.dataclass(frozen=True)
 class QuantisedCheckpoint:

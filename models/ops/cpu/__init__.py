@@ -8,6 +8,7 @@ from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
 from .peak import peak_operations
 from .prepare import prepare
+from .routing import combine, deal, rms_norm, route
 from .sample import largest, logsumexp, sample
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "PackedArray",
     "attention",
     "can_pack",
+    "combine",
+    "deal",
     "gated_matmul",
     "grouped_gated_matmul",
     "grouped_products",
@@ -28,6 +31,8 @@ __all__ = [
     "peak_operations",
     "prepare",
     "products",
+    "rms_norm",
+    "route",
     "sample",
     "unpack",
     "why_unavailable",

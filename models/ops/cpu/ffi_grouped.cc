@@ -22,15 +22,18 @@ std::vector<int64_t> starts_of(const int32_t* sizes, int64_t groups, int64_t T) 
 
 // Arguments after `sizes` are weights, then a bias for each; an empty one is none.
 ffi::Error grouped(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> other,
-                   ffi::BufferR1<ffi::S32> sizes, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   ffi::BufferR1<ffi::S32> rows, ffi::BufferR1<ffi::S32> sizes,
+                   ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Span<const int64_t> fields, int64_t before_index, bool exact, int64_t isa,
                    int64_t limit) {
   const auto dims = x.dimensions();
   if (dims.size() != 2) return ffi::Error::InvalidArgument("grouped: x is not a matrix");
-  const int64_t T = dims[0], C = dims[1], E = sizes.dimensions()[0];
   const auto before = static_cast<Before>(before_index);
+  const bool gathers = before == Before::kRows;
+  const int64_t T = gathers ? rows.dimensions()[0] : dims[0];
+  const int64_t C = dims[1], E = sizes.dimensions()[0];
   if (before_index < 0 || before > Before::kClamped || before == Before::kNorm ||
-      !has_shape(other, {T, C})) {
+      !has_shape(other, {dims[0], C})) {
     return ffi::Error::InvalidArgument("grouped: the second input does not fit x");
   }
   const size_t count = fields.size() / kFields;
@@ -71,8 +74,15 @@ ffi::Error grouped(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer
                                        std::to_string(T) + " or fewer");
   }
   for (const Weight& w : weights) std::fill(w.out + starts.back() * w.R, w.out + T * w.R, 0.0f);
+  const int32_t* from = rows.typed_data();
+  for (int64_t t = 0; gathers && t < T; ++t) {
+    if (from[t] < 0 || from[t] >= dims[0]) {
+      return ffi::Error::InvalidArgument("grouped: rows must be 0 or more and below " +
+                                         std::to_string(dims[0]));
+    }
+  }
   Crew pool = crew(threads, limit);
-  const Input input{x.typed_data(), other.typed_data(), before, 0.0f};
+  const Input input{x.typed_data(), other.typed_data(), before, 0.0f, from};
   multiply(pool, *table, input, {starts.data(), E}, C, weights.data(), n, exact,
            (*scratch)->typed_data());
   return ffi::Error::Success();
@@ -86,6 +96,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_grouped_matmul, stoker::grouped,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()

@@ -19,7 +19,7 @@ ffi::Error matmul(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<
   const auto before = static_cast<Before>(before_index);
   const bool fits = before == Before::kNothing ||
                     (before == Before::kNorm ? has_shape(other, {C}) : has_shape(other, {T, C}));
-  if (before_index < 0 || before > Before::kClamped || !fits) {
+  if (before_index < 0 || before > Before::kClamped || before == Before::kRows || !fits) {
     return ffi::Error::InvalidArgument("matmul: the second input does not fit x");
   }
   const size_t count = fields.size() / kFields;

@@ -26,6 +26,7 @@ def grouped_products(
     sizes: jax.Array,
     *,
     biases: Sequence[jax.Array | None] | None = None,
+    rows: jax.Array | None = None,
     activations: str = "int8",
     isa: str = "best",
     threads: int = 0,
@@ -41,6 +42,8 @@ def grouped_products(
       sizes: int32 `[E]`. Rows past their sum belong to no group and yield zeros. Negative sizes,
         or a sum of more than T, are an error of the runtime when the call is executed.
       biases: float32 `[E, R_i]` that are added, or None, for each weight.
+      rows: int32 `[T]`; what is multiplied are these rows of x, which may then have any number.
+        Rows outside x are an error of the runtime.
       activations: as of `products`.
       isa: one of `library.ISAS`.
       threads: most threads to use; 0 for all that XLA has.
@@ -52,7 +55,8 @@ def grouped_products(
       StokerError: the kernels are not available, or shapes or types do not fit.
     """
     biases = biases or (None,) * len(weights)
-    return _call(x, None, "", weights, sizes, biases, activations, isa, threads)
+    before = "" if rows is None else "rows"
+    return _call(x, None, before, weights, sizes, biases, activations, isa, threads, rows)
 
 
 def grouped_gated_matmul(
@@ -86,6 +90,7 @@ def _call(
     activations: str,
     isa: str,
     threads: int,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Checks, then the foreign call; `before` is one of `BEFORE`, what x goes through first."""
     isa_index = check_input(x, activations, isa)
@@ -105,7 +110,9 @@ def _call(
             )
         added.append(jnp.zeros((0, 0), jnp.float32) if bias is None else bias)
 
-    T, C = x.shape
+    if rows is not None and (rows.ndim != 1 or rows.dtype != jnp.int32):
+        raise StokerError(f"rows are {rows.dtype}{list(rows.shape)}; they must be an int32 vector")
+    T, C = x.shape if rows is None else (rows.shape[0], x.shape[1])
     exact = activations == "float32"
     wide = x.astype(jnp.float32)
     shapes = [jax.ShapeDtypeStruct((T, weight.shape[1]), jnp.float32) for weight in weights]
@@ -115,6 +122,7 @@ def _call(
     *results, _ = call(
         wide,
         wide if other is None else other.astype(jnp.float32),
+        jnp.zeros(0, jnp.int32) if rows is None else rows,
         sizes,
         *(leaf for weight in weights for leaf in jax.tree.leaves(weight)),
         *added,

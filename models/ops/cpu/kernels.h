@@ -1,5 +1,5 @@
 // The kernels of one instruction set, as a table of plain functions. The drivers in matmul.cc,
-// attention.cc and sample.cc know only this table.
+// attention.cc, sample.cc and route.cc know only this table.
 #pragma once
 
 #include <cstddef>
@@ -136,6 +136,8 @@ struct Kernels {
   void (*gated)(const float* gate, const float* up, int64_t n, int kind, float* out);
   // x [D] over its root mean square, times weight.
   void (*rms_norm)(const float* x, const float* weight, int64_t D, float eps, float* out);
+  // Sum of `count` rows [n], one or more, times their factors, in order.
+  void (*mix)(const float* const* rows, const float* factor, int64_t count, int64_t n, float* out);
   // Passes over logits x [n]; see sample.inc.h.
   float (*peak)(const float* x, int64_t n, float* poison);
   float (*tally)(const float* x, int64_t n, float least);

@@ -19,6 +19,10 @@ _TARGETS = (
     "stoker_sample",
     "stoker_logsumexp",
     "stoker_largest",
+    "stoker_route",
+    "stoker_deal",
+    "stoker_combine",
+    "stoker_rms_norm",
 )
 
 

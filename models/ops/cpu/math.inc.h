@@ -81,6 +81,18 @@ static void rms_norm(const float* x, const float* weight, int64_t D, float eps, 
   }
 }
 
+static void mix(const float* const* rows, const float* factor, int64_t count, int64_t n,
+                float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t m = std::min<int64_t>(kLanes, n - i);
+    F total = zero();
+    for (int64_t j = 0; j < count; ++j) {
+      total = fma(load_n(rows[j] + i, m), set1(factor[j]), total);
+    }
+    store_n(out + i, total, m);
+  }
+}
+
 // Round to nearest, ties to even; NaN stays NaN.
 static void store_bf16(const float* x, int64_t n, uint16_t* out) {
   for (int64_t i = 0; i < n; i += kLanes) {

@@ -97,12 +97,17 @@ Plan plan(const Weight* weights, int count, int byte_bias, int64_t T, int64_t C,
 // Rows [t, t + rows) of the input, then each preparation of them.
 void prepare(const Kernels& k, const Input& input, const Plan& plan, int64_t t, int64_t rows,
              int64_t C, bool exact) {
-  const float* x = input.x + t * C;
+  const bool gathers = input.before == Before::kRows;
+  const float* x = gathers ? nullptr : input.x + t * C;
   if (plan.rows) {
     float* to = plan.rows + t * C;
     if (input.before == Before::kNorm) {
       for (int64_t i = 0; i < rows; ++i) {
         k.rms_norm(x + i * C, input.other, C, input.eps, to + i * C);
+      }
+    } else if (gathers) {
+      for (int64_t i = 0; i < rows; ++i) {
+        std::copy_n(input.x + input.rows[t + i] * C, C, to + i * C);
       }
     } else {
       const int kind = static_cast<int>(input.before) - static_cast<int>(Before::kSilu);

@@ -27,13 +27,14 @@ struct Weight {
 };
 
 // What is multiplied: x [T, C], or what `before` makes of it.
-enum class Before : int32_t { kNothing, kNorm, kSilu, kGelu, kClamped };
+enum class Before : int32_t { kNothing, kNorm, kRows, kSilu, kGelu, kClamped };
 struct Input {
   const float* x;
-  // kNorm: weight [C] of the RMS norm of x. Else [T, C], what x is the gate of.
+  // kNorm: weight [C] of the RMS norm of x. Gates: [T, C], what x is the gate of.
   const float* other;
   Before before;
   float eps;  // of the norm
+  const int32_t* rows = nullptr;  // kRows: the row of x that each input row is
 };
 
 // Bytes that `multiply` needs at `scratch`.

@@ -22,7 +22,7 @@ _FLOAT_BYTES = 4
 #: Types of scales in the order of `Type` in kernels.h.
 _TYPES = ("float32", "bfloat16", "float16", "int8", "uint8")
 #: What x may go through first, in the order of `Before` in matmul.h.
-BEFORE = ("", "norm", *ACTIVATIONS)
+BEFORE = ("", "norm", "rows", *ACTIVATIONS)
 
 
 def matmul(

@@ -42,6 +42,7 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
       store_bf16,
       gated,
       rms_norm,
+      mix,
       peak,
       tally,
       mass,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,11 @@ def _place(
     tokens = min(tile_rows(pages.dtype), Z) if single and by_token and Z % 32 == 0 else Z
     page_block = (1, K, tokens, H) if by_token else (1, K, H, tokens)
 
-    def page_index(visit: int, page: jax.Array, row: jax.Array, offset: jax.Array, _: jax.Array):
+    def page_index(visit: Any, page: Any, row: Any, offset: Any, count: Any) -> tuple[Any, ...]:
         part = offset[visit] // tokens
         return (page[visit], 0, part, 0) if by_token else (page[visit], 0, 0, part)
 
-    def rows_index(further: int, visit: int, page: jax.Array, row: jax.Array, *_: jax.Array):
+    def rows_index(further: int, visit: Any, page: Any, row: Any, *_: Any) -> tuple[Any, ...]:
         return 0, jnp.minimum(row[visit] // block + further, last), 0
 
     several = 1 if single or last == 0 else 2
@@ -154,7 +155,7 @@ def _kernel(
     taken = (taken >= offset) & (taken < offset + count)
 
     for head in range(K):
-        placed = None
+        placed = jnp.zeros((1, 1), jnp.float32)
         for further, ref in enumerate(row_blocks):
             first = jnp.minimum(row // block + further, last) * block
             # The second block is the first one again at the end of the rows: count it once.
@@ -174,7 +175,7 @@ def _kernel(
                     precision=precision,
                     preferred_element_type=jnp.float32,
                 )
-            placed = part if placed is None else placed + part
+            placed = placed + part
         old = old_ref[0, head]
         wide = jnp.where(taken, placed, old.astype(jnp.float32))
         new_ref[0, head] = wide.astype(old.dtype)

@@ -241,11 +241,11 @@ def _kernel(
             turn = (begin + round_) % 2
 
             @pl.when(round_ + 1 < rounds)
-            def _() -> None:
+            def _own() -> None:
                 copies(w, round_ + 1, 1 - turn, lambda copy: copy.start())
 
             @pl.when((round_ + 1 == rounds) & (w + 1 < live))
-            def _() -> None:
+            def _others() -> None:
                 copies(w + 1, 0, 1 - turn, lambda copy: copy.start())
 
             copies(w, round_, turn, lambda copy: copy.wait())
@@ -333,7 +333,7 @@ def _attend(
         for h in range(K):
             head(h)
     else:
-        jax.lax.fori_loop(0, K, lambda h, _: (head(h), 0)[1], 0)
+        pl.loop(0, K)(head)
 
 
 def _widen(values: jax.Array, work: Any) -> jax.Array:

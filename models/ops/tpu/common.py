@@ -9,7 +9,7 @@ import jax.numpy as jnp
 EXACT = jax.lax.Precision.HIGHEST
 #: Lanes of a vector register, and of the least tile of memory.
 LANES = 128
-#: What a kernel may use of the vector memory; v5e, v5p and v6e have 128 MiB or 64 MiB and more.
+#: What a kernel may use of the vector memory: kernels for v5e, v5p and v6e compile within it.
 VMEM_BYTES = 56 * 2**20
 
 

@@ -109,21 +109,20 @@ def _product(
         format_, leaves = format_of(weight)
     else:
         format_, leaves = None, [weight]
-    split = format_ is not None and format_.bits == 4
-    operands = halves(x, format_.span) if split else [x]
+    operands = halves(x, format_.span) if format_ is not None and format_.bits == 4 else [x]
     block = _output_block(R, leaves[0].shape[-1] * leaves[0].dtype.itemsize)
     scratch = []
     if format_ is not None:
         n = 2 if format_.kinds[1] else 1
         scratch = [pltpu.VMEM((block, scratch_width(format_)), jnp.float32)] * n
 
-    def at_tile(r: int, v: int, group: jax.Array, tile: jax.Array, *_: jax.Array):
+    def at_tile(r: Any, v: Any, group: Any, tile: Any, *_: Any) -> tuple[Any, ...]:
         return tile[v], 0
 
-    def at_group(r: int, v: int, group: jax.Array, *_: jax.Array):
+    def at_group(r: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
         return group[v], r, 0
 
-    def across_group(r: int, v: int, group: jax.Array, *_: jax.Array):
+    def across_group(r: Any, v: Any, group: Any, *_: Any) -> tuple[Any, ...]:
         return group[v], 0, r
 
     turned = (False, *(format_.turned if format_ else ()))
@@ -201,9 +200,11 @@ def _kernel(
         if whole == 1:
             piece(0, PIECE)
         elif whole:
-            jax.lax.fori_loop(
-                0, whole, lambda i, _: (piece(pl.multiple_of(i * PIECE, PIECE), PIECE), 0)[1], 0
-            )
+
+            @pl.loop(0, whole)
+            def _(number: Any) -> None:
+                piece(pl.multiple_of(number * PIECE, PIECE), PIECE)
+
         if width % PIECE:
             piece(whole * PIECE, width % PIECE)
 

@@ -19,8 +19,10 @@ _LEAST_SPAN = PIECE // LANES
 #: Types of codes that a kernel widens.
 _CODES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 #: Types of scales and minima that a kernel reads.
-_SCALES = ("float32", "float16", "int16", "bfloat16", "int8", "uint8")
-_SCALES += ("float8_e8m0fnu", "float8_e4m3fn")
+_SCALES = (
+    *("float32", "float16", "int16", "bfloat16"),
+    *("int8", "uint8", "float8_e8m0fnu", "float8_e4m3fn"),
+)
 
 
 def why_unsupported(weight: QuantArray) -> str | None:
@@ -34,9 +36,9 @@ def why_unsupported(weight: QuantArray) -> str | None:
     if str(weight.codes.dtype) not in _CODES:
         return f"codes of {weight.codes.dtype} are not widened"
     factors = (weight.scale, weight.minimum, weight.super_scale, weight.super_minimum)
-    for part in (part for part in factors if part is not None):
-        if str(part.dtype) not in _SCALES:
-            return f"scales of {part.dtype} are not read"
+    for dtype in (part.dtype for part in factors if part is not None):
+        if str(dtype) not in _SCALES:
+            return f"scales of {dtype} are not read"
     for part, factor in zip(factors[:2], factors[2:], strict=True):
         if part is not None and factor is not None and part.shape[-1] % factor.shape[-1]:
             return "factors of scales do not divide the groups"
@@ -62,7 +64,7 @@ class Format:
     span: int
     columns: int
     levels: tuple[float, ...]
-    kinds: tuple[str, str, str, str]
+    kinds: tuple[str, ...]
     turned: tuple[bool, ...]
 
     @property

@@ -191,13 +191,32 @@ def test_arrays_that_do_not_fit_are_named(native, change, message):
 def test_a_folder_that_holds_something_is_replaced_only_if_asked(source, tmp_path):
     (tmp_path / "out").mkdir()
     done = convert_model(source, tmp_path / "out")
-    (done.path / "mine").write_text("kept")
-    with pytest.raises(StokerError, match="is there already"):
+    with pytest.raises(StokerError, match="or --overwrite"):
         convert_model(source, done.path)
-    assert (done.path / "mine").exists()
+    before = (done.path / "stoker.json").stat().st_ino
     convert_model(source, done.path, overwrite=True)
-    assert not (done.path / "mine").exists() and (done.path / "stoker.json").exists()
+    assert (done.path / "stoker.json").stat().st_ino != before
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_no_conversion_wrote_is_never_replaced(source, tmp_path):
+    done = convert_model(source, tmp_path / "out").path
+    (done / "mine").write_text("kept")
+    with pytest.raises(StokerError, match="it holds 'mine'"):
+        convert_model(source, done, overwrite=True)
+    for target in (tmp_path, done / "mine"):
+        with pytest.raises(StokerError, match="not what a conversion wrote"):
+            convert_model(source, target, overwrite=True)
+    assert (done / "mine").read_text() == "kept"
+
+
+def test_tokens_without_rows_are_refused(tmp_path):
+    cut = np.ones((500, 64), np.float32)
+    tensors = {"token_embd.weight": cut, "output.weight": cut}
+    path = write_gguf(tmp_path / "m.gguf", Tiny(), tensors=tensors)
+    with pytest.raises(StokerError, match="512 tokens but its embedding only 500 rows"):
+        convert_model(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interruption_leaves_nothing(source, tmp_path):

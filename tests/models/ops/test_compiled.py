@@ -78,7 +78,7 @@ def test_pages_are_written_in_place(target: str, pages: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 256])
 @pytest.mark.parametrize("target", ["v5e", "h200"])
 def test_heads_of_every_width(target: str, head_dim: int) -> None:
-    sizes: dict[str, Any] = {"N": 8, "K": 8, "H": head_dim}
+    sizes: dict[str, Any] = {"N": 16, "K": 16, "H": head_dim}
     program, pool_bytes = attention(target, SLOTS, 1, pages="bfloat16", softcap=30.0, **sizes)
     check_attention(target, program, pool_bytes)
 
@@ -123,7 +123,7 @@ def test_weights_are_widened_inside_the_product(target: str, kind: str) -> None:
         weight = quantised(target, 0, kind)
 
         def matmul(x: jax.Array, weight: QuantArray) -> jax.Array:
-            return ops.matmul(x, weight, Kernels(platform_of(target)))  # noqa: B023
+            return ops.matmul(x, weight, Kernels(platform_of(target)))
 
         program = compile_for(target, matmul, struct(rows, 4096), weight)
         check_product(program, weight, "stoker_matmul")

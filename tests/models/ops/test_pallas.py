@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from driving import chunk, decoding, new_state, page_table
-from tiny import TINY
+from tiny import DEEPSEEK, TINY
 
 from stoker.engine import steps
 from stoker.engine.cache import new_cache, page_bytes
@@ -61,8 +61,8 @@ def logits(config: ModelConfig, params: Params) -> np.ndarray:
     return np.stack([first, second])[:, [0, 2]]
 
 
-# A last bit of a key may turn an int8 code, which is 1/127 of the row's largest: the attention tests
-# tell exactly what codes give.
+# A last bit of a key may turn an int8 code, which is 1/127 of its row's largest element: what codes
+# give exactly, the tests of attention tell.
 @pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 2e-4), ("int8", 3e-2)])
 def test_models_agree_with_the_reference(platform: str, kv_dtype: str, tolerance: float) -> None:
     config = dataclasses.replace(MODEL, kv_dtype=kv_dtype)
@@ -91,6 +91,10 @@ def test_choices_without_kernels() -> None:
     wide = dataclasses.replace(MODEL, head_dim=512, kernels=Kernels("gpu"))
     assert ops.choices(wide)["attention"].implementation == "xla"
     assert "512" in ops.choices(wide)["attention"].why
+    latent = dataclasses.replace(DEEPSEEK, kernels=Kernels("gpu"))
+    assert "no kernel of its own" in ops.choices(latent)["attention"].why
+    latent = dataclasses.replace(DEEPSEEK, kernels=Kernels("cpu"))
+    assert ops.choices(latent)["attention"] == ops.Choice("cpu", "a compiled kernel")
 
 
 def test_pages_follow_the_platform() -> None:

@@ -179,12 +179,25 @@ def test_an_unused_id_shows_nothing_and_truncation_is_off(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+#: A begin token that its own table lacks.
+AROUND = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [],
+    "special_tokens": {},
+}
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
         ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "WordPiece"),
         ({"model": {"type": "Nonsense"}}, "cannot be read"),
         ({"added_tokens": [{"id": 4_000_000_000}]}, "cannot be read"),
+        ({"post_processor": {"type": "Sequence", "processors": [AROUND]}}, "'<s>' around a text"),
     ],
 )
 def test_what_is_not_supported_is_named(change, reason, tmp_path):

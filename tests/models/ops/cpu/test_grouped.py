@@ -139,6 +139,31 @@ def test_rows_of_no_group_yield_zeros() -> None:
     np.testing.assert_array_equal(got, np.concatenate([want, np.zeros((7, 37))]))
 
 
+@pytest.mark.parametrize("activations", ACTIVATION_TYPES)
+@pytest.mark.parametrize("kind", ["q4_1", "bfloat16"])
+def test_gathered_rows_are_rows(kind: str, activations: str) -> None:
+    weight, values = stack(kind)
+    x, sizes = rows(9, values.shape[-1]), jnp.asarray(SIZES, jnp.int32)
+    order = jnp.asarray(np.random.default_rng(2).integers(0, 9, 33), jnp.int32)
+    for isa in ISAS:
+        options: dict[str, Any] = {"activations": activations, "isa": isa}
+        (want,) = cpu.grouped_products(x[order], (weight,), sizes, **options)
+        (got,) = cpu.grouped_products(x, (weight,), sizes, rows=order, **options)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("row", [-1, 9])
+def test_rows_outside_are_errors_of_the_runtime(row: int) -> None:
+    weight, values = stack("q4_1")
+    order = jnp.zeros(33, jnp.int32).at[30].set(row)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rows must be 0 or more and below 9"):
+        jax.block_until_ready(
+            cpu.grouped_products(
+                *(rows(9, values.shape[-1]), (weight,), jnp.asarray(SIZES, jnp.int32)), rows=order
+            )
+        )
+
+
 def test_no_rows() -> None:
     weight, _ = stack("q4_1")
     sizes = jnp.zeros(len(SIZES), jnp.int32)
@@ -165,6 +190,8 @@ def test_wrong_arguments_are_named() -> None:
         cpu.grouped_products(x, (weight,), sizes.astype(jnp.float32))
     with pytest.raises(StokerError, match=r"bias float32\[2, 36\]"):
         cpu.grouped_products(x, (weight,), sizes, biases=(jnp.zeros((2, 36)),))
+    with pytest.raises(StokerError, match=r"rows are int32\[4, 1\]; they must be an int32 vector"):
+        cpu.grouped_products(x, (weight,), sizes, rows=jnp.zeros((4, 1), jnp.int32))
     with pytest.raises(StokerError, match="2 biases for 1 weights"):
         cpu.grouped_products(x, (weight,), sizes, biases=(None, None))
     with pytest.raises(StokerError, match="'relu' must be one of"):
@@ -183,6 +210,7 @@ def test_wrong_arguments_are_named() -> None:
         ({"other": (4, 32)}, (4, 32, 32, 8, 1, 1, 2, -1, -1, -1, 0, 0)),
         ({"scratch": 100}, (4, 32, 32, 8, 1, 1, 2, -1, -1, -1, 0, 0)),
         ({"before": 1}, (4, 32, 32, 8, 1, 1, 2, -1, -1, -1, 0, 0)),
+        ({"before": 2, "rows": (3,)}, (4, 32, 32, 8, 1, 1, 2, -1, -1, -1, 0, 0)),
         ({"before": 9}, (4, 32, 32, 8, 1, 1, 2, -1, -1, -1, 0, 0)),
         ({}, (8, 32, 32, 8, 1, 1, 2, -1, -1, -1, 5, 0)),  # a table of bytes
         ({}, (4, 32, 32, 8, 1, 1, 2, 2, -1, -1, 5, 0)),  # or with minima
@@ -193,7 +221,7 @@ def test_handler_refuses_what_python_would_not_send(
     change: dict[str, Any], fields: tuple[int, ...]
 ) -> None:
     good = {"other": (4, 96), "payload": (2, 1, 3, 288), "bias": (2, 16), "scratch": 2000}
-    shapes = good | {"before": 0} | change
+    shapes = good | {"before": 0, "rows": (0,)} | change
     results = [
         jax.ShapeDtypeStruct((4, 16), jnp.float32),
         jax.ShapeDtypeStruct((shapes["scratch"],), jnp.uint8),
@@ -204,6 +232,7 @@ def test_handler_refuses_what_python_would_not_send(
             call(
                 jnp.zeros((4, 96)),
                 jnp.zeros(shapes["other"]),
+                jnp.zeros(shapes["rows"], jnp.int32),
                 jnp.array([1, 3], jnp.int32),
                 jnp.zeros(shapes["payload"], jnp.uint8),
                 jnp.zeros(shapes["bias"]),
