@@ -41,7 +41,7 @@ def test_targets_are_named_by_kind_and_topology(capsys: pytest.CaptureFixture[st
         assert facts["memory_bytes"] > 2**33 and facts["bandwidth"] > 5e11
 
 
-#: Few programs, and more pages than vector memory holds: XLA would move a smaller cache there, whole.
+#: Few programs, and more pages than vector memory holds: XLA moves a smaller cache there, whole.
 SIZES = ("--slots=32", "--step_tokens=64", "--context=4096")
 #: Layers, formats of weights, and what DeepSeek-V3 needs, whose experts fit no device.
 MODELS: dict[str, tuple[int, str]] = {
