@@ -86,12 +86,13 @@ def _facts(report: Report) -> dict[str, str]:
     template = "none"
     if words["template_characters"]:
         template = f"{words['template_characters']} characters, {words['template_source']}"
+    files = f"{report.files} file{'s' if report.files > 1 else ''}"
     total = report.total
     share = f", {total.active / 1e6:,.1f} M active" if total.active != total.parameters else ""
     facts = {
         "model": report.name,
         "path": report.path,
-        "format": f"{report.format}; {report.files} files, {report.file_bytes / 1e6:,.2f} MB",
+        "format": f"{report.format}; {files}, {report.file_bytes / 1e6:,.2f} MB",
         "family": f"{config.family}: {config.n_layers} layers of {config.d_model}, {heads}, "
         f"MLP {config.d_ff} ({config.activation}){experts}",
         "parameters": f"{total.parameters / 1e6:,.1f} M{share}",

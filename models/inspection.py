@@ -162,7 +162,10 @@ def _parts(opened: Opened) -> tuple[dict[str, Part], dict[str, tuple[int, int]]]
         whole = len(found) * int(np.prod(uses[path].shape, dtype=np.int64))
         file_bytes = stored * parameter.size // whole
         if parameter.dtype == "any":
-            loaded = sum(_loaded_bytes(tensor) for tensor in found) * parameter.size // whole
+            loaded = sum(_loaded_bytes(opened.checkpoint, tensor) for tensor in found)
+            loaded = loaded * parameter.size // whole
+            if uses[path].transposed and all(tensor.quantised for tensor in found):
+                loaded = parameter.size * config.compute_dtype.itemsize
         else:
             loaded = parameter.size * 4
         active = parameter.size
@@ -196,8 +199,10 @@ def type_of(tensor: Any) -> str:
     return f"int{tensor.statics['bits']} in groups of {tensor.statics['group']}{minimum}"
 
 
-def _loaded_bytes(tensor: Any) -> int:
+def _loaded_bytes(checkpoint: Any, tensor: Any) -> int:
     """Bytes of a matrix in memory, as its own type or a `QuantArray`."""
+    if isinstance(tensor, QuantisedTensor):
+        return int(checkpoint.loaded_bytes(tensor.name))
     if not isinstance(tensor, TensorInfo):
         return int(tensor.nbytes)
     rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
@@ -219,7 +224,7 @@ def _format(checkpoint: Any) -> str:
         return f"stoker ({made.storage}), from {made.source}"
     if isinstance(checkpoint, GGUFCheckpoint):
         return "GGUF"
-    kind = ", quantised before" if isinstance(checkpoint, QuantisedCheckpoint) else ""
+    kind = f", {checkpoint.method}" if isinstance(checkpoint, QuantisedCheckpoint) else ""
     return f"safetensors{kind}"
 
 
@@ -272,11 +277,20 @@ def _unusual(opened: Opened, tokenizer: Tokenizer, types: dict[str, tuple[int, i
     kinds = config.layer_kinds
     windows = sorted({kind.window for kind in kinds if kind.window})
     count = sum(kind.window > 0 for kind in kinds)
-    note(windows, f"{count} of {len(kinds)} layers see {windows} tokens at most")
+    widths = " or ".join(str(window) for window in windows)
+    note(windows, f"{count} of {len(kinds)} layers see {widths} tokens at most")
     turned = sum(kind.rope == "none" for kind in kinds)
     note(turned, f"{turned} of {len(kinds)} layers have no rotary embedding")
-    note(config.dense_layers, f"the first {config.dense_layers} layers have no experts")
-    note(config.predict_layers, f"{config.predict_layers} layers that predict ahead are not loaded")
+    router = config.router
+    note(
+        config.n_experts and router.scores != "softmax", f"experts are scored by a {router.scores}"
+    )
+    note(router.choice_bias, "experts are chosen with a bias")
+    note(router.groups > 1, f"experts are of {router.used_groups} of {router.groups} groups")
+    note(router.scale != 1, f"weights of experts are scaled by {router.scale:g}")
+    note(config.shared_d_ff, f"an MLP of {config.shared_d_ff} beside the experts")
+    note(config.dense_layers, f"layers without experts at the start: {config.dense_layers}")
+    note(config.predict_layers, f"layers that predict ahead, not loaded: {config.predict_layers}")
     note(
         config.rope.dims != config.head_dim and config.latent is None,
         f"{config.rope.dims} of {config.head_dim} elements of a head are rotated",

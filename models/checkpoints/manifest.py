@@ -253,6 +253,11 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         entries = values["parameters"]
         if not isinstance(entries, dict):
             raise StokerError("its parameters are no object; convert the model again")
+        if config.n_layers > len(entries):  # Before a tree of so many layers is made.
+            raise StokerError(
+                f"config.n_layers is {config.n_layers}, but it has only {len(entries)} parameters; "
+                "convert the model again"
+            )
         parameters = {path: _stored(path, entry) for path, entry in entries.items()}
         manifest = Manifest(config, parameters, values["storage"], str(values["source"]))
         manifest.check(config)

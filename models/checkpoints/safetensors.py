@@ -63,6 +63,11 @@ class StoredTensor:
     nbytes: int
 
     @property
+    def numpy_type(self) -> np.dtype:
+        """The type of its elements."""
+        return _DTYPES[self.dtype]
+
+    @property
     def quantised(self) -> bool:
         """Never: quantised matrices are made of several tensors, and called by another class."""
         return False

@@ -108,8 +108,14 @@ class LatentNaming(Naming):
 
     def unread(self, name: str, config: ModelConfig) -> bool:
         """Whether a tensor is of a layer that predicts further tokens."""
-        numbers = range(config.n_layers, config.n_layers + config.predict_layers)
-        return name.startswith(tuple(self.layer_prefix.format(layer=n) for n in numbers))
+        beginning = self.layer_prefix.partition("{layer}")[0]
+        number = name.removeprefix(beginning).partition(".")[0]
+        return (
+            name.startswith(beginning)
+            and number.isdecimal()
+            and len(number) < 10
+            and config.n_layers <= int(number) < config.n_layers + config.predict_layers
+        )
 
 
 def _latent_of(config: ModelConfig) -> Latent:

@@ -12,10 +12,11 @@ import sys
 
 import pytest
 from commands import run
+from gguf_files import Tiny, write_gguf
 
 from stoker.engine.engine import Engine
 from stoker.engine.sampling_params import SamplingParams
-from stoker.launch import chat, cli, generate, score
+from stoker.launch import chat, cli, convert, generate, inspect, score
 from stoker.models.loading import load_model
 
 
@@ -217,6 +218,28 @@ def test_bad_id_files_are_named(capsys, tmp_path, model: str, content: str, mess
     assert status == 1
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kept", [0, 3, 30, 0.5, -1])
+@pytest.mark.parametrize("command", [generate, inspect, convert])
+def test_a_file_that_is_cut_off_ends_in_one_line(capsys, tmp_path, model, command, kept) -> None:
+    """GGUF-07."""
+    content = pathlib.Path(model).read_bytes()
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(content[: int(len(content) * kept) if kept == 0.5 else kept])
+    flags = {generate: ["--prompt=a"], inspect: [], convert: [f"--output={tmp_path / 'out'}"]}
+    status = command.COMMAND.main([f"--model={path}", *flags[command]])
+    captured = capsys.readouterr()
+    assert (status, captured.out, captured.err.count("\n")) == (1, "", 1)
+    assert "cut.gguf'" in captured.err and not (tmp_path / "out").exists()
+
+
+def test_names_in_a_damaged_file_move_no_cursor(capsys, tmp_path) -> None:
+    tiny = Tiny(architecture="\x1b[2J\x00zzz")
+    path = write_gguf(tmp_path / "m.gguf", tiny)
+    assert inspect.COMMAND.main([f"--model={path}"]) == 1
+    assert r"\x1b[2J\x00zzz" in (said := capsys.readouterr().err)
+    assert said.rstrip("\n").isprintable()
 
 
 def test_a_model_without_template_or_begin_token(capsys, bare: str) -> None:

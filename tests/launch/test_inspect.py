@@ -67,7 +67,7 @@ def test_a_folder_with_experts_windows_and_spare_rows(tmp_path):
     values = check(folder)
     assert values["kv_context_bytes"] == values["kv_token_bytes"] * (64 + 16) // 2
     text = "\n".join(values["unusual"])
-    assert "1 of 2 layers see [16] tokens" in text and "soft-capped" in text
+    assert "1 of 2 layers see 16 tokens" in text and "soft-capped" in text
 
 
 def test_tables_and_json(capsys, tmp_path):

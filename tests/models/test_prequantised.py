@@ -18,8 +18,10 @@ from safetensors.numpy import save_file
 from stoker.models.checkpoints.safetensors import SafetensorsCheckpoint
 from stoker.models.converting import convert_model
 from stoker.models.errors import StokerError
+from stoker.models.inspection import inspect_model
 from stoker.models.loading import load_model
 from stoker.models.ops import cpu
+from stoker.models.parameters import count_bytes
 from stoker.models.quantized import QuantArray
 
 MODELS = {
@@ -66,6 +68,17 @@ def test_logits_equal_transformers(name: str, kernels: str, written) -> None:
     folder, expected = written(name)
     model = load_model(folder, kernels=kernels, activations="float32")
     np.testing.assert_allclose(logits_of(model, LENGTH), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("name", MODELS)
+def test_inspection_foresees_what_is_loaded(name: str, written) -> None:
+    folder, _ = written(name)
+    report = inspect_model(folder)
+    assert report.format == f"safetensors, {MODELS[name][0].config['quant_method']}"
+    loaded = count_bytes(load_model(folder, kernels="xla").params)
+    # The zero points of this one differ, though it does not say so.
+    assert report.total.loaded_bytes == pytest.approx(loaded, rel=0.02 if name == "gptq" else 0)
 
 
 @pytest.mark.reference

@@ -9,7 +9,9 @@ from hf_models import make, write
 from running import CASES, logits_of
 
 from stoker.models.converting import convert_model
+from stoker.models.inspection import inspect_model
 from stoker.models.loading import Model, load_model
+from stoker.models.parameters import abstract_params, count_bytes, count_elements
 
 pytestmark = pytest.mark.reference
 
@@ -34,6 +36,10 @@ def test_parameters_are_those_of_the_folder(name, tmp_path):
     converted = convert_model(folder, tmp_path / "native").path
     native = load_model(converted)
     same(direct, native)
+    for path in (folder, converted):
+        report = inspect_model(path)
+        assert report.total.parameters == count_elements(abstract_params(direct.config))
+        assert report.total.loaded_bytes == count_bytes(direct.params)
     if name in RUN:
         np.testing.assert_array_equal(logits_of(direct, 32), logits_of(native, 32))
         restored = load_model(convert_model(converted, tmp_path / "orbax", to="orbax").path)

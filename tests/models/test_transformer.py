@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from driving import prompt_logits
-from tiny import KERNELS, VARIANTS, hf_logits, hugging_face, random_params, tiny_model, variant
+from tiny import (
+    KERNELS,
+    TINY,
+    VARIANTS,
+    hf_logits,
+    hugging_face,
+    random_params,
+    tiny_model,
+    variant,
+)
 
 from stoker.engine.engine import Engine
 from stoker.engine.sampling_params import SamplingParams
@@ -31,6 +42,17 @@ def test_logits_equal_hugging_face(name: str, kernels: str) -> None:
     wanted = reference[np.arange(len(IDS) - 1), IDS[1:]]
     assert scores[0] is None
     np.testing.assert_allclose(scores[1:], wanted, atol=1e-4)
+
+
+def test_a_logit_of_sixty_is_capped_once() -> None:
+    """CFG-09."""
+    params, ids = random_params(TINY), IDS[:20]
+    logits, _ = prompt_logits(params, TINY, ids, len(ids))
+    params |= {"head": params["head"] * (60 / logits.max())}
+    for cap, highest in ((0.0, 60.0), (30.0, 28.9208)):
+        config = dataclasses.replace(TINY, logit_softcap=cap)
+        logits, _ = prompt_logits(params, config, ids, len(ids))
+        assert logits.max() == pytest.approx(highest, abs=1e-3)
 
 
 @pytest.mark.reference

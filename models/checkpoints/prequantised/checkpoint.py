@@ -67,10 +67,12 @@ class QuantisedCheckpoint:
     Attributes:
       files: the stored tensors.
       tensors: by plain name, those that are stored as they are and those that are quantised.
+      method: how `quantization_config` calls the format.
     """
 
     files: SafetensorsCheckpoint
     tensors: dict[str, StoredTensor | QuantisedTensor]
+    method: str
 
     @property
     def paths(self) -> tuple[pathlib.Path, ...]:
@@ -98,6 +100,25 @@ class QuantisedCheckpoint:
             return made
         own = slice(first - start, last - start)
         return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[own]), made)
+
+    def loaded_bytes(self, name: str) -> int:
+        """What a quantised tensor takes in memory, reckoned from made-up rows; nothing is read.
+
+        Symmetric formats whose zero points differ after all take more.
+        """
+        tensor = self.tensors[name]
+        assert isinstance(tensor, QuantisedTensor)
+        unit = math.lcm(*(source.rows for source in tensor.sources.values()))
+        parts = {}
+        for part, source in tensor.sources.items():
+            stored = self.files.tensors[source.name]
+            shape = list(stored.shape)
+            if source.axis is not None:
+                shape[source.axis] = -(-unit * source.entries // source.rows)
+            # Zero points that are all one, as those of most models are; factors that divide.
+            fill = 0 if stored.numpy_type.kind in "iu" else 1
+            parts[part] = np.full(shape, fill, stored.numpy_type)
+        return int(tensor.make(parts).nbytes) * tensor.shape[0] // unit
 
     def _part(self, source: Source, start: int, end: int) -> np.ndarray:
         """What rows [start, end) need of a stored tensor."""
@@ -199,4 +220,4 @@ class Builder:
                 )
             if name in self._made:
                 raise StokerError(f"the file has '{name}' both quantised and plain; keep one")
-        return QuantisedCheckpoint(self.files, {**rest, **self._made})
+        return QuantisedCheckpoint(self.files, {**rest, **self._made}, self.method)

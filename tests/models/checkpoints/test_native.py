@@ -141,6 +141,7 @@ def edit(native: pathlib.Path, *keys: str, value) -> None:
         (("config", "novelty"), 1, "the field 'novelty'"),
         (("config", "d_model"), ..., "lacks the field 'd_model'"),
         (("config", "d_model"), "64", "config.d_model is '64'"),
+        (("config", "n_layers"), 1 << 40, "config.n_layers is 1099511627776"),
         (("config", "dtype"), "float32", "config.dtype"),
         (("config", "rope", "theta"), None, "config.rope.theta"),
         (("config", "family"), "unheard", "the family is 'unheard'"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -95,6 +96,19 @@ def test_restored_is_what_was_saved(saved, params):
     assert jax.tree.structure(restored) == jax.tree.structure(params)
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_twelve_layers_keep_their_order(tmp_path):
+    """ORB-03: as text, 10 would come before 2."""
+    config = dataclasses.replace(CONFIG, n_layers=12)
+    params = random_params(config)
+    layers = tuple(
+        dict(layer) | {"attn_norm": jnp.full_like(layer["attn_norm"], number)}
+        for number, layer in enumerate(params["layers"])
+    )
+    save_params(tmp_path / "saved", params | {"layers": layers}, config)
+    restored = restore_params(tmp_path / "saved", config)
+    assert [float(layer["attn_norm"][0]) for layer in restored["layers"]] == list(range(12))
 
 
 def rewritten(saved, folder, change):
