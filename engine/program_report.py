@@ -218,21 +218,24 @@ def _cache_copies(hlo: Program, cache: Any) -> int:
 
 
 def _dense_weights(hlo: Program, params: Any) -> int:
+    """Arrays of floats that have the sizes of a quantised matrix, in some order."""
     sizes = set()
     for weight in jax.tree.leaves(params, is_leaf=is_weight):
         if isinstance(weight, QuantArray):
-            codes = own_part(weight.codes)
-            *lead, width = codes.shape
+            *lead, width = own_part(weight.codes).shape
             columns = width * 8 // weight.bits
-            sizes.add((math.prod(lead) * columns, columns))
-            sizes.add((math.prod(lead) * columns, lead[-1]))
+            sizes |= {_sizes((*lead, columns))}
+            sizes |= {_sizes((*lead, columns // weight.group, weight.group))}
     made = (one for one in hlo.executed() if one.op not in ("parameter", "get-tuple-element"))
     return sum(
-        (array.size, array.shape[-1] if array.shape else 0) in sizes
+        array.dtype in _FLOATS and _sizes(array.shape) in sizes
         for one in made
         for array in one.results
-        if array.dtype in _FLOATS
     )
+
+
+def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in shape if size > 1))
 
 
 def _cost_model(program: jax.stages.Compiled) -> tuple[float | None, float | None]:

@@ -78,18 +78,23 @@ def check(report: dict[str, Any], step: dict[str, Any]) -> None:
     layers, latent = report["layers"], report["model"] == "deepseek-v3"
     assert step["fits"], step
     assert step["cache_aliased"]
-    assert step["dense_weights"] == 0
-    collectives = {}
-    if report["mesh"]:
-        collectives = {"all-reduce": 2 * layers + 1, "all-to-all": 1, "all-gather": 1}
-    assert step["collectives"] == collectives
     assert step["cache_copies"] == 0
-    if latent:
-        # No kernel attends to latent vectors so far: the reference gathers each sequence's pages.
-        return
-    assert step["kernels"]["stoker_attention"] == layers
-    # Less than the keys and values of a layer.
+    found = dict(step["collectives"])
+    if report["mesh"]:
+        # One of a few numbers for each row is a gather or a sum, as the compiler likes.
+        assert found.pop("all-to-all") == 1
+        assert sum(found.values()) == 2 * layers + 2
+        assert found["all-reduce"] >= 2 * layers + 1
+    else:
+        assert found == {}
+    # Less than what the cache holds of a layer.
     assert step["temporary_bytes"] < report["cache_bytes"] / layers
+    if latent:
+        # So far no kernel attends to latent vectors, nor multiplies with each head's matrices: the
+        # reference gathers pages and widens those two matrices of a layer.
+        return
+    assert step["dense_weights"] == 0
+    assert step["kernels"]["stoker_attention"] == layers
     if step["step"].startswith("decode"):
         # The layers within a tenth; and sampling goes over the logits a few times.
         counted = step["counted"]
