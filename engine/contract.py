@@ -1,4 +1,4 @@
-"""The compile contract from shapes alone: all steps of an engine, for devices that may be elsewhere.
+"""The compile contract from shapes alone: all steps of an engine, whatever devices it is for.
 
 Nothing is allocated: parameters, cache and state are `jax.ShapeDtypeStruct`s. Programs are those
 that `Runner.warmup` would compile for the same options.

@@ -59,7 +59,8 @@ def define_flags(values: flags.FlagValues) -> None:
     string(
         "target",
         None,
-        f"Device and topology: v5e:2x4, h200, h200:8, h200:2x8. Kinds: {', '.join(target_kinds())}.",
+        "Device and topology: v5e:2x4, h200, h200:8, h200:2x8; kinds are "
+        f"{', '.join(target_kinds())}.",
     )
     define_mesh_flags(values)
     enum("weights", "bfloat16", WEIGHTS, "Format of the matrices.")

@@ -40,7 +40,8 @@ def _heading(described: dict[str, Any]) -> list[str]:
         f"{described['slots']} slots of {described['context']} tokens on {described['pages']} "
         f"pages of {described['page_tokens']}; each device holds "
         f"{described['weight_bytes'] / 1e9:.2f} GB of weights and "
-        f"{described['cache_bytes'] / 1e9:.2f} GB of cache, of {described['memory_bytes'] / 1e9:.1f}",
+        f"{described['cache_bytes'] / 1e9:.2f} GB of cache, "
+        f"of {described['memory_bytes'] / 1e9:.1f}",
         *described["mesh_notes"],
     ]
     for name, choice in described["kernels"].items():

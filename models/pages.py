@@ -53,12 +53,16 @@ def layer_pages(config: ModelConfig, page_tokens: int) -> tuple[PageArray, ...]:
     element; values token by token, `[P, K, Z, H]`, since they are added up so, but for
     `values_by_token`. They are split over devices as the projections that fill them. In int8 each
     is followed by its scales, float32 `[P, K, Z]` (see `ops.QuantPages`). Latent attention keeps
-    one vector for each token, key and value of all heads, `[P, Z, W]`, which every device needs.
+    one vector for each token, key and value of all heads, `[P, Z, W]`, which every device needs; on
+    TPUs with zeros after it, up to whole lanes: XLA would lay narrower pages out by token for its
+    arguments, and copy them all in every step.
     """
     dtype = config.cache_dtype
     Z, H, K = page_tokens, config.head_dim, config.n_kv_heads
     if config.latent is not None:
-        return (PageArray((Z, config.latent.width), ("pages", "context", None), dtype),)
+        lanes = 128 if config.kernels.platform == "tpu" else 1
+        width = -(-config.latent.width // lanes) * lanes
+        return (PageArray((Z, width), ("pages", "context", None), dtype),)
     keys = values = PageArray((K, H, Z), ("pages", "kv_heads", None, "context"), dtype)
     if values_by_token(config):
         values = PageArray((K, Z, H), ("pages", "kv_heads", "context", None), dtype)

@@ -14,9 +14,9 @@ from stoker.models.sources import resolve
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what needs an accelerator's compiler, unless -m asks for it by name."""
-    if "compile" in config.option.markexpr:
-        return
-    spared = [item for item in items if item.get_closest_marker("compile")]
+    wanted = config.option.markexpr
+    asked = [marker for marker in ("compile", "contract") if marker not in wanted]
+    spared = [item for item in items if any(map(item.get_closest_marker, asked))]
     if spared:
         config.hook.pytest_deselected(items=spared)
         items[:] = [item for item in items if item not in spared]

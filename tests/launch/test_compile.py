@@ -41,8 +41,8 @@ def test_targets_are_named_by_kind_and_topology(capsys: pytest.CaptureFixture[st
         assert facts["memory_bytes"] > 2**33 and facts["bandwidth"] > 5e11
 
 
-#: Enough pages that none of it could hide in a temporary, and few programs.
-SIZES = ("--slots=8", "--step_tokens=64", "--context=4096")
+#: Few programs, and more pages than vector memory holds: XLA moves a smaller cache there, whole.
+SIZES = ("--slots=32", "--step_tokens=64", "--context=4096")
 #: Layers, formats of weights, and what DeepSeek-V3 needs, whose experts fit no device.
 MODELS: dict[str, tuple[int, str]] = {
     "smollm2-135m": (2, "int4"),
@@ -83,10 +83,10 @@ def check(report: dict[str, Any], step: dict[str, Any]) -> None:
     if report["mesh"]:
         collectives = {"all-reduce": 2 * layers + 1, "all-to-all": 1, "all-gather": 1}
     assert step["collectives"] == collectives
+    assert step["cache_copies"] == 0
     if latent:
         # No kernel attends to latent vectors so far: the reference gathers each sequence's pages.
         return
-    assert step["cache_copies"] == 0
     assert step["kernels"]["stoker_attention"] == layers
     # Less than the keys and values of a layer.
     assert step["temporary_bytes"] < report["cache_bytes"] / layers
@@ -98,22 +98,30 @@ def check(report: dict[str, Any], step: dict[str, Any]) -> None:
         assert excess < 0.1 * step["counted_bytes"] + 16 * counted["logits"]
 
 
-@pytest.mark.compile
+@pytest.mark.contract
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("model", MODELS)
 def test_decode_steps(capsys: pytest.CaptureFixture[str], model: str, target: str) -> None:
-    report, (step,) = compiled(capsys, model, target, "decode:8")
+    report, (step,) = compiled(capsys, model, target, "decode:32")
     check(report, step)
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("target", ["v5e", "h200"])
+@pytest.mark.contract
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("model", MODELS)
 def test_other_steps(capsys: pytest.CaptureFixture[str], model: str, target: str) -> None:
-    report, (admit, *others) = compiled(capsys, model, target, "admit,prefill:64x8,score:64")
-    assert admit["aliased_bytes"] > 0 and admit["temporary_bytes"] < 2**20
+    report, (admit, *others) = compiled(capsys, model, target, "admit,prefill:64x32,score:64")
+    assert admit["aliased_bytes"] > 0 and admit["temporary_bytes"] < 2**23
     for step in others:
         check(report, step)
+
+
+@pytest.mark.compile
+def test_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    report, (decode, prefill) = compiled(capsys, "llama-3.1-8b", "h200", "decode:32,prefill:64x32")
+    check(report, decode)
+    check(report, prefill)
+    assert decode["kernels"]["stoker_matmul"] == 7 * 2 + 1
 
 
 @pytest.mark.compile
@@ -121,8 +129,9 @@ def test_the_counts_of_each_layer_agree(capsys: pytest.CaptureFixture[str]) -> N
     """Of four layers more than of two: without what the embedding and sampling move."""
     found = []
     for layers in (2, 4):
-        flags = (f"--layers={layers}", "--weights=bfloat16", "--slots=32")
-        _, (step,) = compiled(capsys, "llama-3.1-8b", "v5p", "decode:32", *flags)
+        flags = (f"--layers={layers}", "--weights=bfloat16")
+        report, (step,) = compiled(capsys, "llama-3.1-8b", "v5p", "decode:32", *flags)
+        check(report, step)
         found.append((step["program_bytes"], step["counted_bytes"], step["compiler_bytes"]))
     program, counted, model = (after - before for before, after in zip(*found, strict=True))
     assert program == pytest.approx(counted, rel=0.1)
@@ -131,7 +140,7 @@ def test_the_counts_of_each_layer_agree(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.compile
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--model=llama-3-70b", "--layers=16", "--target=v5e", "--steps=decode:8")
+    flags = ("--model=llama-3-70b", "--layers=16", "--target=v5e", "--steps=decode:32")
     status, out, err = run(capsys, *flags, *SIZES)
     assert status == 0, err
     assert "does not fit" in out

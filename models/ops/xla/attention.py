@@ -132,7 +132,7 @@ def latent_attention(
     Args:
       q: `[T, N, W]`: a query in the latent space, then its rotated part.
       latent: `[T, W]`: the normed latent vector, then the rotated key.
-      pages: `[P, Z, W]`; donate it, and it is updated in place.
+      pages: `[P, Z, W]`, or wider, with zeros after W; donate it, and it is updated in place.
       layout: where the rows sit, as for `attention`.
       rank: R, how many of the W numbers are the value.
       scale: factor on the scores.
@@ -158,12 +158,14 @@ def partial_latent_attention(
     shares: int = 1,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """`latent_attention` before its division, over one share; see `partial_attention`."""
-    Z, W = pages.shape[1:]
+    Z, held = pages.shape[1:]
+    W = latent.shape[-1]
     page, offset = _places(layout, q.shape[0], Z, share, shares)
-    pages = pages.at[page, offset].set(narrow(latent, pages.dtype))
+    rows = jnp.pad(narrow(latent, pages.dtype), ((0, 0), (0, held - W)))
+    pages = pages.at[page, offset].set(rows)
 
     def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        keys = pages[ids].reshape(ids.shape[0], -1, 1, W)
+        keys = pages[ids].reshape(ids.shape[0], -1, 1, held)[..., :W]
         return keys, keys[..., :rank]
 
     sums = _attend(q, read, (1, rank), Z, layout, scale, share=share, shares=shares)
