@@ -18,6 +18,7 @@ from .checkpoints.prequantised import QuantisedCheckpoint, QuantisedTensor
 from .checkpoints.safetensors import StoredTensor
 from .config import ModelConfig
 from .config_json import config_to_json
+from .families.gguf_config import Keys, read_config
 from .loading import Opened, check_tensors, naming_of, open_checkpoint
 from .pages import layer_token_bytes
 from .parameters import Parameter, abstract_params, named_parameters
@@ -296,6 +297,10 @@ def _unusual(opened: Opened, tokenizer: Tokenizer, types: dict[str, tuple[int, i
         f"{config.rope.dims} of {config.head_dim} elements of a head are rotated",
     )
     note(len(types) > 3, f"tensors of {len(types)} types")
+    if isinstance(opened.checkpoint, GGUFCheckpoint):
+        keys = Keys(opened.checkpoint, opened.family.architecture)
+        read_config(opened.family, keys)
+        note(keys.unread(), f"metadata that nothing reads: {', '.join(keys.unread())}")
     return lines
 
 

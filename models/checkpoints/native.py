@@ -12,20 +12,13 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..families.naming import Naming
-from .manifest import Leaf, Manifest, Stored, compare_leaves, read_manifest
+from .manifest import DTYPES, Leaf, Manifest, Stored, compare_leaves, read_manifest
 from .orbax import OrbaxArrays
-from .safetensors import SafetensorsCheckpoint
+from .safetensors import TYPES, SafetensorsCheckpoint
 
 #: Types as safetensors files spell them, by NumPy's names.
 SPELLINGS: Mapping[str, str] = {
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int8": "I8",
-    "uint8": "U8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
+    str(dtype): spelling for spelling, dtype in TYPES.items() if str(dtype) in DTYPES
 }
 
 

@@ -194,7 +194,7 @@ class OrbaxArrays:
             except (OSError, ValueError, KeyError) as error:
                 raise _damaged(self._folder, error) from None
         if tree is None:
-            raise _damaged(self._folder, "it has no metadata")
+            raise _damaged(self._folder, "what describes it, or one of its arrays, is damaged")
         found = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(dict(tree)):
             name = jax.tree_util.keystr(path, simple=True, separator=".")

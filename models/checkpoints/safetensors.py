@@ -13,7 +13,7 @@ import mmap
 import os
 import pathlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -26,7 +26,8 @@ from ..json_files import read_json
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_DTYPES: dict[str, np.dtype] = {
+#: Types of elements by the names that the format has for them.
+TYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -50,7 +51,7 @@ class StoredTensor:
 
     Attributes:
       name: as the file has it.
-      dtype: as the file spells it; one of `_DTYPES` once the checkpoint is open.
+      dtype: as the file spells it; one of `TYPES` once the checkpoint is open.
       shape: row-major.
       offset: of its first byte in the file.
       nbytes: its size.
@@ -65,7 +66,7 @@ class StoredTensor:
     @property
     def numpy_type(self) -> np.dtype:
         """The type of its elements."""
-        return _DTYPES[self.dtype]
+        return TYPES[self.dtype]
 
     @property
     def quantised(self) -> bool:
@@ -132,7 +133,7 @@ class SafetensorsCheckpoint:
         """
         info = self.tensors[name]
         flat = np.frombuffer(self._maps[name], np.uint8, info.nbytes, info.offset)
-        stored = flat.view(_DTYPES[info.dtype]).reshape(info.shape)
+        stored = flat.view(TYPES[info.dtype]).reshape(info.shape)
         stored = stored[(rows, columns)[: stored.ndim]]
         copy = aligned_empty(stored.shape, stored.dtype)
         if stored.nbytes <= _COPY_BYTES:

@@ -37,6 +37,8 @@ _NEUTRAL: Mapping[str, Any] = types.MappingProxyType(
         "use_parallel_residual": False,
     }
 )
+#: Keys that say what the shapes of tensors say.
+_TOLD_BY_TENSORS = ("vocab_size",)
 
 
 class Keys:
@@ -94,6 +96,12 @@ class Keys:
                     "without it"
                 )
 
+    def unread(self) -> tuple[str, ...]:
+        """Keys of the architecture that nobody asked for, as the file has them."""
+        known = {self.name(key) for key in (*self._asked, *_NEUTRAL, *_TOLD_BY_TENSORS)}
+        prefix = self.name("")
+        return tuple(key for key in self.metadata if key.startswith(prefix) and key not in known)
+
     def factors(self, tensor: str) -> tuple[float, ...]:
         """The values of a short vector that is part of the configuration; empty without it."""
         info = self.checkpoint.tensors.get(tensor)
@@ -112,7 +120,12 @@ def model_config(family: Family, checkpoint: GGUFCheckpoint) -> ModelConfig:
 
     Raises `StokerError` naming the key or tensor that is missing or unsupported.
     """
-    keys = Keys(checkpoint, family.architecture)
+    return read_config(family, Keys(checkpoint, family.architecture))
+
+
+def read_config(family: Family, keys: Keys) -> ModelConfig:
+    """As `model_config`, by `keys`, which then know what was asked for."""
+    checkpoint = keys.checkpoint
     layers, positions = keys.integer("block_count"), keys.integer("context_length")
     if layers > len(checkpoint.tensors):
         raise StokerError(

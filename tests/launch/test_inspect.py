@@ -88,6 +88,13 @@ def test_tables_and_json(capsys, tmp_path):
     assert status == 1 and "--json: cannot write" in err
 
 
+def test_metadata_that_nothing_reads_is_listed(tmp_path):
+    path = write_gguf(tmp_path / "plain.gguf", Tiny(biases=True))
+    assert not any("nothing reads" in line for line in inspect_model(path).unusual)
+    path = write_gguf(tmp_path / "m.gguf", Tiny(), metadata={"llama.novel.key": 3, "x.y": 1})
+    assert "metadata that nothing reads: llama.novel.key" in inspect_model(path).unusual
+
+
 def test_no_tensor_is_read(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", Tiny())
     for name in ("device_put", "jit"):
