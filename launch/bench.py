@@ -22,7 +22,7 @@ from ..models.config import Kernels
 from ..models.errors import StokerError
 from ..models.loading import Model, choose_kernels, choose_numerics
 from ..models.parameters import count_bytes
-from ..models.placed_model import place_model
+from ..models.placing.placed_model import place_model
 from ..models.random_weights import WEIGHTS, architecture, random_weights
 from . import common, traffic
 from .command import Command

@@ -15,17 +15,17 @@ from absl import flags
 from rich.console import Console
 
 from ..engine.capacity import DEVICE_SHARE
-from ..engine.contract import Setup, StepShape, contract, device_bytes, own_part
+from ..engine.compiling.contract import Setup, StepShape, contract, device_bytes, own_part
+from ..engine.compiling.program_report import StepRefused, StepReport, report_step
+from ..engine.compiling.targets import Target, find_target, prepare_process, target_kinds
 from ..engine.pages import pages_for
-from ..engine.program_report import StepRefused, StepReport, report_step
 from ..engine.shapes import choose_shapes
-from ..engine.targets import Target, find_target, prepare_process, target_kinds
 from ..models import ops
 from ..models.config import DTYPES, KV_DTYPES, Kernels, ModelConfig
 from ..models.errors import StokerError
 from ..models.loading import open_checkpoint
 from ..models.parameters import is_weight
-from ..models.placement import placement_report, split_config
+from ..models.placing.placement import placement_report, split_config
 from ..models.random_weights import WEIGHTS, architecture, architectures
 from ..models.sources import resolve
 from ..sharding import make_mesh, parse_mesh, parse_rules

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..engine.program_report import StepRefused, StepReport
+from ..engine.compiling.program_report import StepRefused, StepReport
 
 
 def print_report(

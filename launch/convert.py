@@ -7,8 +7,8 @@ import time
 
 from absl import flags
 
+from ..models.checkpoints.converting import DENSE, convert_model
 from ..models.checkpoints.manifest import STORAGES
-from ..models.converting import DENSE, convert_model
 from ..models.errors import StokerError
 from ..models.sources import DEFAULT_MODEL, byte_bar
 from .command import Command

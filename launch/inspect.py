@@ -10,8 +10,8 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
+from ..models.checkpoints.inspection import Report, inspect_model, rope_text
 from ..models.errors import StokerError
-from ..models.inspection import Report, inspect_model, rope_text
 from ..models.sources import DEFAULT_MODEL
 from .command import Command
 

@@ -7,7 +7,7 @@ from absl import flags
 
 from ..models.errors import StokerError
 from ..models.loading import Model
-from ..models.placement import placement_report
+from ..models.placing.placement import placement_report
 from ..sharding import Rules, make_mesh, parse_mesh, parse_rules
 
 

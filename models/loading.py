@@ -18,6 +18,7 @@ from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.manifest import is_native_folder
 from .checkpoints.native import NativeCheckpoint
 from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
+from .checkpoints.reading import WHOLE, Progress, is_turned, read_parameters
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import PALLAS, Kernels, ModelConfig
 from .errors import StokerError
@@ -30,10 +31,9 @@ from .host_arrays import Arena
 from .json_files import read_json
 from .ops import cpu
 from .parameters import Params, abstract_params, named_parameters, unflatten
-from .placement import place_parameter, split_config
+from .placing.placement import place_parameter, split_config
 from .quantise import Quantisation
 from .quantized import QuantArray, ready
-from .reading import WHOLE, Progress, is_turned, read_parameters
 from .sources import DEFAULT_MODEL, resolve
 from .tokenizers.base import Tokenizer
 from .tokenizers.folder import tokenizer_from_folder

@@ -17,7 +17,7 @@ import numpy as np
 from stoker.engine import steps
 from stoker.engine.accounting import step_cost
 from stoker.engine.cache import new_cache, page_bytes
-from stoker.engine.contract import Setup, StepShape, device_bytes
+from stoker.engine.compiling.contract import Setup, StepShape, device_bytes
 from stoker.engine.pages import pages_for
 from stoker.engine.sampling_params import SamplingParams
 from stoker.models.config import Kernels

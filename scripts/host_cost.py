@@ -106,7 +106,7 @@ def work(address: str, count: int, index: int, batch: int, steps: int) -> None:
     from stoker.models.config import Kernels, ModelConfig, Rope
     from stoker.models.loading import Model
     from stoker.models.parameters import init_params
-    from stoker.models.placed_model import place_model
+    from stoker.models.placing.placed_model import place_model
 
     config = ModelConfig(
         family="llama",

@@ -36,7 +36,7 @@ CASES = {
 }
 MEASURE = """
 import pathlib, re, sys, time, jax
-from stoker.models.converting import convert_model
+from stoker.models.checkpoints.converting import convert_model
 from stoker.models.loading import load_model
 from stoker.models.ops import cpu
 from stoker.models.parameters import count_bytes

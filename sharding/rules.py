@@ -112,7 +112,7 @@ def sharding(
 
     For arrays that are kept whole, in a checkpoint or for steps of one's own under `jit`: axes that
     do not divide are replicated. What steps on a mesh take is padded instead; see
-    `models/placement.py`.
+    `models/placing/placement.py`.
     """
     split = split_of(mesh, rules)
     targets = split.resolve(axes)

@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from ..config import ModelConfig
-from ..config_json import config_from_json, config_to_json
 from ..errors import StokerError
 from ..json_files import read_json
 from ..parameters import abstract_params, named_parameters
 from ..quantized import QuantArray
+from .config_json import config_from_json, config_to_json
 
 FILE = "stoker.json"
 VERSION = 1

@@ -21,15 +21,8 @@ import numpy as np
 from ...sharding import Rules
 from ..config import ModelConfig
 from ..errors import StokerError
-from ..parameters import (
-    Parameter,
-    Params,
-    abstract_params,
-    is_weight,
-    named_parameters,
-    unflatten,
-)
-from ..placement import cuts_of, place_parameter, split_config
+from ..parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
+from ..placing.placement import cuts_of, place_parameter, split_config
 from ..quantized import QuantArray
 from .manifest import DTYPES, Leaf, Manifest, Stored, compare_leaves, read_manifest
 

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..config import LayerKind, ModelConfig, Rope, plain_kinds
 from ..errors import StokerError
-from ..rotary import (
-    llama3_factors,
-    longrope_attention_factor,
-    yarn_attention_factor,
-    yarn_factors,
-)
+from ..rotary import llama3_factors, longrope_attention_factor, yarn_attention_factor, yarn_factors
 
 if TYPE_CHECKING:
     from .family import Family

@@ -12,14 +12,14 @@ from tiny import TINY, random_params, tiny_model
 
 from stoker.engine import programs
 from stoker.engine.accounting import step_cost
-from stoker.engine.contract import Setup, StepShape, contract, device_bytes
+from stoker.engine.compiling.contract import Setup, StepShape, contract, device_bytes
 from stoker.engine.engine import Engine
 from stoker.engine.pages import pages_for
 from stoker.engine.shapes import Shapes
 from stoker.models.config import Kernels
 from stoker.models.errors import StokerError
 from stoker.models.parameters import count_bytes
-from stoker.models.placement import shape_params
+from stoker.models.placing.placement import shape_params
 from stoker.models.random_weights import WEIGHTS, random_weights
 
 SHAPES = Shapes(decode=(1, 4), rows=(16, 32), sequences=(4,), score=16)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stoker.engine.hlo import Instruction, Moved, Program
+from stoker.engine.compiling.hlo import Instruction, Moved, Program
 
 TEXT = """
 HloModule example

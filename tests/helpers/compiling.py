@@ -17,7 +17,7 @@ from stoker.engine.pages import pages_for
 from stoker.engine.programs import lower_step
 from stoker.engine.sampling_params import SamplingParams
 from stoker.models.config import ModelConfig
-from stoker.models.placement import shape_params
+from stoker.models.placing.placement import shape_params
 
 _OPERATION = re.compile(
     r"= (?P<result>\(?[a-z]+\d*\[.*?) "

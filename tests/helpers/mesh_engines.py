@@ -18,7 +18,7 @@ from stoker.engine.engine import Engine
 from stoker.engine.replies import Reply
 from stoker.engine.shapes import Shapes
 from stoker.models.loading import Model
-from stoker.models.placed_model import place_model
+from stoker.models.placing.placed_model import place_model
 from stoker.models.random_weights import random_weights
 
 SHAPES = Shapes(decode=(4,), rows=(32,), sequences=(4,), score=32)

@@ -19,7 +19,7 @@ from meshes import case
 from stoker.engine.cache import page_bytes
 from stoker.engine.programs import cache_copies
 from stoker.models.config import ModelConfig, Rope
-from stoker.models.placement import shape_params, split_config
+from stoker.models.placing.placement import shape_params, split_config
 from stoker.sharding import make_mesh, parse_mesh
 
 _BFLOAT16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}

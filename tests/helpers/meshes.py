@@ -23,7 +23,7 @@ from stoker.engine.sampling_params import SamplingParams
 from stoker.models.config import LayerKind, ModelConfig
 from stoker.models.parameters import Params
 from stoker.models.parts import Latent
-from stoker.models.placement import place_params, split_config
+from stoker.models.placing.placement import place_params, split_config
 from stoker.models.random_weights import random_weights
 from stoker.sharding import make_mesh, parse_mesh
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from stoker.engine.targets import find_target, prepare_process
+from stoker.engine.compiling.targets import find_target, prepare_process
 from stoker.models.errors import StokerError
 
 TPUS = ("v5e", "v5p", "v6e")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stoker.engine import targets
-from stoker.engine.targets import find_target, target_kinds
+from stoker.engine.compiling import targets
+from stoker.engine.compiling.targets import find_target, target_kinds
 from stoker.launch import compile as command
 from stoker.models.errors import StokerError
 

@@ -13,8 +13,8 @@ from running import CASES
 
 from stoker.engine.cache import token_bytes
 from stoker.launch import inspect
-from stoker.models.converting import convert_model
-from stoker.models.inspection import inspect_model
+from stoker.models.checkpoints.converting import convert_model
+from stoker.models.checkpoints.inspection import inspect_model
 from stoker.models.loading import load_model
 from stoker.models.parameters import abstract_params, count_bytes, count_elements
 

@@ -9,7 +9,7 @@ from tiny import random_params, tiny_model, variant
 
 from stoker.launch.meshes import define_mesh_flags, devices_at_once, given_mesh, mesh_lines
 from stoker.models.errors import StokerError
-from stoker.models.placed_model import place_model
+from stoker.models.placing.placed_model import place_model
 from stoker.models.random_weights import random_weights
 from stoker.sharding import make_mesh
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from quantised import FORMATS, random_quant
 
-from stoker.models.cutting import cut_axis, cut_columns, pad_rows
 from stoker.models.ops.cpu import can_pack
+from stoker.models.placing.cutting import cut_axis, cut_columns, pad_rows
 from stoker.models.quantized import dequantize
 from stoker.sharding import Cut, even_cut
 

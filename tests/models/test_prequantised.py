@@ -15,10 +15,10 @@ from prequantised import FORMATS, quantised
 from running import CASES, LENGTH, logits_of, token_ids
 from safetensors.numpy import save_file
 
+from stoker.models.checkpoints.converting import convert_model
+from stoker.models.checkpoints.inspection import inspect_model
 from stoker.models.checkpoints.safetensors import SafetensorsCheckpoint
-from stoker.models.converting import convert_model
 from stoker.models.errors import StokerError
-from stoker.models.inspection import inspect_model
 from stoker.models.loading import load_model
 from stoker.models.ops import cpu
 from stoker.models.parameters import count_bytes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quantised import random_floats, random_levels
 
-from stoker.models.cutting import cut_columns, pad_rows
+from stoker.models.placing.cutting import cut_columns, pad_rows
 from stoker.models.quantized import dequantize
 from stoker.sharding import Cut
 

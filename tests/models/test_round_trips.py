@@ -8,8 +8,8 @@ import pytest
 from hf_models import make, write
 from running import CASES, logits_of
 
-from stoker.models.converting import convert_model
-from stoker.models.inspection import inspect_model
+from stoker.models.checkpoints.converting import convert_model
+from stoker.models.checkpoints.inspection import inspect_model
 from stoker.models.loading import Model, load_model
 from stoker.models.parameters import abstract_params, count_bytes, count_elements
 

@@ -28,7 +28,7 @@ from stoker.engine.engine import Engine
 from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.shapes import Shapes
 from stoker.models.loading import load_model
-from stoker.models.placement import placement_report
+from stoker.models.placing.placement import placement_report
 
 found = []
 for text in ("", "tensor:2", "tensor:8"):

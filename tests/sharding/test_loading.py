@@ -11,8 +11,8 @@ from gguf_models import write_gguf_model
 from hf_models import make, write
 from running import CASES
 
+from stoker.models.checkpoints.narrowing import narrowed
 from stoker.models.families.naming import TensorUse
-from stoker.models.narrowing import narrowed
 from stoker.models.parameters import Parameter
 
 SCRIPT = """
@@ -20,7 +20,7 @@ import sys
 import jax, numpy as np
 from meshes import mesh_of
 from stoker.models.loading import load_model
-from stoker.models.placed_model import place_model
+from stoker.models.placing.placed_model import place_model
 
 for path in sys.argv[2:]:
     whole = load_model(path, kernels="xla")

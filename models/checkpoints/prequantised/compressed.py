@@ -13,14 +13,7 @@ from ...quantized import QuantArray
 from .checkpoint import Builder, Parts, Source
 from .floats import FP8, add_floats, drop_activation_scales, scales_source
 from .grids import check_order
-from .layouts import (
-    four_bit_floats,
-    integers,
-    neighbours,
-    powers_of_two,
-    spread,
-    unpack_words,
-)
+from .layouts import four_bit_floats, integers, neighbours, powers_of_two, spread, unpack_words
 from .settings import Settings, matches, refuse_spared
 
 _PACKED = "pack-quantized"

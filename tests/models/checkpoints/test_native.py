@@ -16,10 +16,10 @@ from gguf_files import Tiny, write_gguf
 from safetensors.numpy import load_file
 from tiny import variant
 
-from stoker.models import converting
+from stoker.models.checkpoints import converting
+from stoker.models.checkpoints.config_json import config_from_json, config_to_json
+from stoker.models.checkpoints.converting import convert_model
 from stoker.models.config import LayerKind, Rope
-from stoker.models.config_json import config_from_json, config_to_json
-from stoker.models.converting import convert_model
 from stoker.models.errors import StokerError
 from stoker.models.loading import Model, load_model
 from stoker.models.quantise import relative_error

@@ -15,8 +15,8 @@ import pytest
 from gguf_files import Tiny, write_gguf
 from tiny import random_params, variant
 
+from stoker.models.checkpoints.converting import convert_model
 from stoker.models.checkpoints.orbax import restore_params, save_params
-from stoker.models.converting import convert_model
 from stoker.models.errors import StokerError
 from stoker.models.loading import load_model
 from stoker.models.quantise import Quantisation, quantise
@@ -27,7 +27,7 @@ import jax, numpy as np
 from tiny import variant
 from stoker.models.checkpoints.orbax import restore_params, save_params
 from stoker.models.parameters import init_params
-from stoker.models.placement import place_params, split_config
+from stoker.models.placing.placement import place_params, split_config
 from stoker.models.quantise import Quantisation, quantise
 from stoker.sharding import make_mesh
 

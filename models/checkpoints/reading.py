@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from .config import ModelConfig
-from .errors import StokerError
-from .families.naming import Naming, TensorUse
-from .host_arrays import aligned_empty
+from ..config import ModelConfig
+from ..errors import StokerError
+from ..families.naming import Naming, TensorUse
+from ..host_arrays import aligned_empty
+from ..parameters import Parameter, abstract_params, named_parameters
+from ..placing.placement import Read
+from ..quantise import NotFiniteError, Quantisation, is_matrix, uneven_groups
+from ..quantise import quantise as quantise_matrix
+from ..quantized import QuantArray, dequantize
 from .narrowing import Source, narrowed
-from .parameters import Parameter, abstract_params, named_parameters
-from .placement import Read
-from .quantise import NotFiniteError, Quantisation, is_matrix, uneven_groups
-from .quantise import quantise as quantise_matrix
-from .quantized import QuantArray, dequantize
 
 _LOG = logging.getLogger("stoker")
 #: Elements that are made dense at a time.

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from .. import configs
-from ..models.errors import StokerError
+from ... import configs
+from ...models.errors import StokerError
 
 #: The module of each platform's compiler; the extra `<platform>-compile` holds it.
 _COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}

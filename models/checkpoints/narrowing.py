@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from .families.naming import TensorUse
-from .parameters import Parameter
+from ..families.naming import TensorUse
+from ..parameters import Parameter
 
 #: How a parameter comes out of tensors, what it is, and which of the rows in the file are its rows.
 Source = tuple[TensorUse, Parameter, np.ndarray | None]

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..sharding import Cut
-from .quantized import QuantArray
+from ...sharding import Cut
+from ..quantized import QuantArray
 
 
 def cut_columns(value: Any, cut: Cut) -> list[Any]:

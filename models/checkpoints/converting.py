@@ -14,19 +14,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .checkpoints import manifest, orbax
-from .checkpoints.gguf import GGUFCheckpoint
-from .checkpoints.manifest import Manifest, Stored, is_native_folder
-from .checkpoints.native import SPELLINGS
-from .checkpoints.safetensors_writer import SHARD_BYTES, SafetensorsWriter
-from .errors import StokerError
-from .loading import Opened, check_tensors, check_vocabulary, naming_of, open_checkpoint
-from .parameters import abstract_params, named_parameters
-from .placement import Read
-from .quantise import Quantisation, is_matrix
+from ..errors import StokerError
+from ..loading import Opened, check_tensors, check_vocabulary, naming_of, open_checkpoint
+from ..parameters import abstract_params, named_parameters
+from ..placing.placement import Read
+from ..quantise import Quantisation, is_matrix
+from ..sources import resolve
+from ..tokenizers.copying import copy_tokenizer_files, write_vocabulary
+from . import manifest, orbax
+from .gguf import GGUFCheckpoint
+from .manifest import Manifest, Stored, is_native_folder
+from .native import SPELLINGS
 from .reading import WHOLE, Progress, read_parameters
-from .sources import resolve
-from .tokenizers.copying import copy_tokenizer_files, write_vocabulary
+from .safetensors_writer import SHARD_BYTES, SafetensorsWriter
 
 #: Types that dense matrices may be written in.
 DENSE = ("float32", "bfloat16", "float16")

@@ -8,8 +8,8 @@ import types
 import typing
 from typing import Any
 
-from .config import ModelConfig
-from .errors import StokerError
+from ..config import ModelConfig
+from ..errors import StokerError
 
 #: Fields that a run decides, not a checkpoint.
 RUN_FIELDS = frozenset({"dtype", "kv_dtype", "kernels", "split"})

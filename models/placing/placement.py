@@ -10,15 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..sharding import Cut, Rules, even_cut, split_of, wide_cut
-from .config import ModelConfig
+from ...sharding import Cut, Rules, even_cut, split_of, wide_cut
+from ..config import ModelConfig
+from ..errors import StokerError
+from ..host_arrays import Empty, aligned_empty
+from ..ops.cpu import PackedArray, can_pack, pack
+from ..parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
+from ..quantized import QuantArray, dequantize, ready
+from ..random_weights import matrix_shape
 from .cutting import cut_axis, cut_columns, pad_rows
-from .errors import StokerError
-from .host_arrays import Empty, aligned_empty
-from .ops.cpu import PackedArray, can_pack, pack
-from .parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
-from .quantized import QuantArray, dequantize, ready
-from .random_weights import matrix_shape
 
 #: Rows of a parameter (elements of its first axis), with NumPy leaves.
 Read = Callable[[slice], Any]

@@ -6,8 +6,8 @@ import dataclasses
 
 import jax
 
-from ..sharding import Rules
-from .loading import Model
+from ...sharding import Rules
+from ..loading import Model
 from .placement import place_params, split_config
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from ..models.parameters import is_weight
-from ..models.quantized import QuantArray
-from .accounting import StepCost, experts_touched
+from ...models.parameters import is_weight
+from ...models.quantized import QuantArray
+from ..accounting import StepCost, experts_touched
 from .contract import Setup, StepShape, device_bytes, own_part
 from .hlo import Array, Instruction, Moved, Program, kernel_name
 from .targets import Target

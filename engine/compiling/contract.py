@@ -16,19 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..models.config import ModelConfig
-from ..models.pages import page_tokens
-from ..models.parameters import Params
-from ..models.placement import shape_params
-from . import steps
-from .accounting import StepCost, step_cost
-from .cache import Cache, new_cache
-from .on_mesh import cache_specs, slot_spec
-from .pages import pages_for
-from .programs import lower_admit, lower_step
-from .sampling_params import MAX_TOP, SamplingParams
-from .shapes import Shapes
-from .steps import DecodeBatch, PrefillBatch, State
+from ...models.config import ModelConfig
+from ...models.pages import page_tokens
+from ...models.parameters import Params
+from ...models.placing.placement import shape_params
+from .. import steps
+from ..accounting import StepCost, step_cost
+from ..cache import Cache, new_cache
+from ..on_mesh import cache_specs, slot_spec
+from ..pages import pages_for
+from ..programs import lower_admit, lower_step
+from ..sampling_params import MAX_TOP, SamplingParams
+from ..shapes import Shapes
+from ..steps import DecodeBatch, PrefillBatch, State
 
 
 @dataclasses.dataclass(frozen=True)

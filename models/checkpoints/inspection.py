@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoints.gguf import GGUFCheckpoint
-from .checkpoints.gguf_blocks import convert
-from .checkpoints.gguf_header import TensorInfo
-from .checkpoints.manifest import Stored
-from .checkpoints.native import NativeCheckpoint
-from .checkpoints.prequantised import QuantisedCheckpoint, QuantisedTensor
-from .checkpoints.safetensors import StoredTensor
-from .config import ModelConfig
+from ..config import ModelConfig
+from ..families.gguf_config import Keys, read_config
+from ..loading import Opened, check_tensors, naming_of, open_checkpoint
+from ..pages import layer_token_bytes
+from ..parameters import Parameter, abstract_params, named_parameters
+from ..sources import resolve
+from ..tokenizers.base import Tokenizer
 from .config_json import config_to_json
-from .families.gguf_config import Keys, read_config
-from .loading import Opened, check_tensors, naming_of, open_checkpoint
-from .pages import layer_token_bytes
-from .parameters import Parameter, abstract_params, named_parameters
-from .sources import resolve
-from .tokenizers.base import Tokenizer
+from .gguf import GGUFCheckpoint
+from .gguf_blocks import convert
+from .gguf_header import TensorInfo
+from .manifest import Stored
+from .native import NativeCheckpoint
+from .prequantised import QuantisedCheckpoint, QuantisedTensor
+from .safetensors import StoredTensor
 
 #: Parts of a model, in the order of a report.
 GROUPS = ("embedding", "attention", "mlp", "experts", "norms and biases", "head")

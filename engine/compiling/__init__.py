@@ -1,0 +1,1 @@
+"""Steps compiled for devices that need not be there, and what their programs hold."""
