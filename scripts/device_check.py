@@ -1,6 +1,6 @@
 """Numerics and speed of this host's accelerator, in one timed run; see `device_check.sh`.
 
-What no time is left for is left out and named: a borrowed device goes back on time.
+What no time is left for is left out and named: a rented device goes back on time.
 """
 
 from __future__ import annotations

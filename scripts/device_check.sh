@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One run of under five minutes for a borrowed accelerator, with nothing fetched: numerics of every
+# One run of under five minutes for a rented accelerator, with nothing fetched: numerics of every
 # operation against the float32 reference, then speed beside the floor. Prints tables; writes JSON.
 #
 #   scripts/device_check.sh [FOLDER] [flags of scripts/device_check.py]
