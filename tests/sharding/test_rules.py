@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gin
 import jax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -132,3 +133,15 @@ def test_heads_stay_with_their_kv_head(
             # In a part, as in the whole, query head i meets KV head i // group.
             assert kv[0] + place // (cut.query.width // cut.kv.width) == head // group
     assert sorted(seen) == list(range(n_heads))
+
+
+def test_rules_are_bound_by_gin() -> None:
+    """As `load_model.rules` would be: the functions take plain values, and import no gin."""
+    bound = gin.external_configurable(split_of, module="stoker")
+    try:
+        gin.parse_config("split_of.rules = {'vocab': (), 'ff': [['tensor']]}")
+        split = bound(EIGHT)
+    finally:
+        gin.clear_config()
+    assert split.axes("vocab") == () and split.axes("ff") == ("tensor",)
+    assert split.axes("heads") == ("expert", "tensor")
