@@ -7,9 +7,16 @@ import pathlib
 
 import pytest
 
+from stoker.engine.compiling.targets import prepare_process
 from stoker.models.errors import StokerError
 from stoker.models.loading import Model, load_model
 from stoker.models.sources import resolve
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any module asks JAX for devices, which would keep the compilers from loading."""
+    if any(name in config.option.markexpr for name in ("compile", "contract")):
+        prepare_process()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

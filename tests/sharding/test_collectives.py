@@ -97,6 +97,11 @@ def test_programs_for_tpus_hold_no_others(helpers_on_path: dict[str, str], name:
         wanted = expected(mesh, LAYERS)
         # This compiler sums and scatters in a fusion around an all-reduce.
         wanted["all-reduce"] += wanted.pop("reduce-scatter", 0)
+        if "data" in mesh:
+            # It takes this slice for two hosts: what each part found, five arrays of a number or
+            # four for each sequence, goes to the process that plans.
+            wanted["all-reduce"] += 3
+            wanted["all-gather"] += 2
         assert found["collectives"] == wanted, job
         assert found["largest_gather"] < 2**14
         assert found["aliased_bytes"] >= found["cache_bytes"]
