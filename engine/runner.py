@@ -90,6 +90,7 @@ class Runner:
     Attributes:
       device: what steps run on.
       wait_s: seconds spent waiting for the device.
+      token_bytes: of one token's keys and values.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Runner:
         self.device = new_device(params, config, **made, end_ids=end_ids, team=team)
         self._parts = config.split.degree("slots")
         self.wait_s = 0.0
+        self.token_bytes = token_bytes(config)
         self._config = config
         self._shapes = shapes
         self._slots = slots
@@ -125,11 +127,6 @@ class Runner:
     def cache_bytes(self) -> int:
         """Bytes of the KV cache, on all devices together."""
         return sum(pages.nbytes for pages in jax.tree.leaves(self.device.cache))
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
-        return token_bytes(self._config)
 
     def reset(self) -> None:
         """Starts with an empty cache and state, whatever became of the old ones."""
