@@ -34,6 +34,25 @@ class QueryBlocks:
         """int32 `[W, size]`: the rows of each block, then further ones that are not the block's."""
         return jnp.minimum(self.row[:, None] + jnp.arange(self.size), n_rows - 1)
 
+    def gather(self, x: jax.Array, n_kv_heads: int) -> jax.Array:
+        """Rows `x [T, N, H]` as `[W, K, R, H]`: those of a KV head, R = size * N / K, together."""
+        T, N, H = x.shape
+        G = N // n_kv_heads
+        blocks = x[self.rows(T)].reshape(-1, self.size, n_kv_heads, G, H)
+        return blocks.swapaxes(1, 2).reshape(-1, n_kv_heads, self.size * G, H)
+
+    def scatter(self, blocks: jax.Array, layout: Layout, n_rows: int, full: int) -> jax.Array:
+        """What `gather` cut, `[W, K, R, H]`, as rows `[T, N, H]`.
+
+        Padding rows are zeros, and those at the position `full` or past it NaN.
+        """
+        K, R, H = blocks.shape[1:]
+        G = R // self.size
+        rows = blocks.reshape(-1, K, self.size, G, H).swapaxes(1, 2).reshape(-1, K * G, H)
+        rows = rows[self.places(layout, n_rows)]
+        position = layout.rows(n_rows)[1][:, None, None]
+        return jnp.where(position < 0, 0, jnp.where(position >= full, jnp.nan, rows))
+
     def places(self, layout: Layout, n_rows: int) -> jax.Array:
         """int32 `[T]`: which of the W * size places of all blocks each row has; padding, any."""
         slot, _ = layout.rows(n_rows)

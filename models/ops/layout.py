@@ -37,3 +37,21 @@ class Layout:
         slot = jnp.minimum(slot, self.kv_lens.shape[0] - 1)
         from_end = self.query_start[slot + 1] - row
         return slot, jnp.where(padding, -1, self.kv_lens[slot] - from_end)
+
+    def places(
+        self, n_rows: int, page_tokens: int, share: jax.Array | int = 0, shares: int = 1
+    ) -> tuple[jax.Array, jax.Array]:
+        """The page and the offset that each of T flat rows writes to, int32 `[T]`.
+
+        Padding, and rows past the pages of their slot, write to the start of `DUMP_PAGE`. Where a
+        page's tokens are in `shares` equal parts of `page_tokens` each, so do the rows that are not
+        of this one.
+        """
+        M = self.page_table.shape[1]
+        whole = page_tokens * shares
+        slot, position = self.rows(n_rows)
+        offset = position % whole - page_tokens * share
+        live = (position >= 0) & (position < M * whole) & (offset >= 0) & (offset < page_tokens)
+        place = jnp.clip(position // whole, 0, M - 1)
+        page = jnp.where(live, self.page_table[slot, place], DUMP_PAGE)
+        return page, jnp.where(live, offset, 0)

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..blocks import QueryBlocks, block_size, query_blocks
-from ..layout import DUMP_PAGE, Layout
+from ..layout import Layout
 from ..quant_pages import Pages, QuantPages, store
 
 _MASKED = -1e30
@@ -82,35 +82,25 @@ def attention(
     T, N, H = q.shape
     K, Z = k_pages.shape[1], k_pages.shape[3]
     M, G = layout.page_table.shape[1], N // K
-    slot, position = layout.rows(T)
-    live = (position >= 0) & (position < M * Z)
-    page = jnp.where(live, layout.page_table[slot, jnp.clip(position // Z, 0, M - 1)], DUMP_PAGE)
-    offset = jnp.where(live, position % Z, 0)
+    page, offset = layout.places(T, Z)
     k_pages = store(k_pages, k, page, offset, token_axis=3)
     v_pages = store(v_pages, v, page, offset, token_axis=2)
 
-    size = block_size(layout, T, ROWS // G)
-    blocks = query_blocks(layout, T, size)
-    rows = blocks.rows(T)
-    W, R = rows.shape[0], size * G
-    queries = q[rows].reshape(W, size, K, G, H).swapaxes(1, 2).reshape(W, K, R, H)
+    blocks = query_blocks(layout, T, block_size(layout, T, ROWS // G))
+    queries = blocks.gather(q, K)
     sizes = _Sizes(
         G=G,
         H=H,
         Z=Z,
         M=M,
-        splits=max(1, min(-(-PROGRAMS // (W * K)), M)),
+        splits=max(1, min(-(-PROGRAMS // (queries.shape[0] * K)), M)),
         scale=scale,
         window=window,
         softcap=softcap,
         quantised=isinstance(k_pages, QuantPages),
     )
     sums, peak, total = _call(queries, k_pages, v_pages, layout, blocks, sizes, interpret)
-    out = _joined(sums, peak, total, sinks, G)
-    out = out.reshape(W, K, size, G, H).swapaxes(1, 2).reshape(W * size, N, H)
-    out = out[blocks.places(layout, T)]
-    position = position[:, None, None]
-    out = jnp.where(position < 0, 0, jnp.where(position >= M * Z, jnp.nan, out))
+    out = blocks.scatter(_joined(sums, peak, total, sinks, G), layout, T, M * Z)
     return out.astype(q.dtype), k_pages, v_pages
 
 

@@ -93,10 +93,7 @@ def attention(
     row_bytes = K * (4 * H * q.dtype.itemsize + 4 * (H + 2 * LANES))
     size = block_size(layout, T, min(ROWS, ROWS_BYTES // row_bytes) // G)
     blocks = query_blocks(layout, T, size)
-    rows = blocks.rows(T)
-    W, R = rows.shape[0], size * G
-    # [W, K, R, H]: the rows of a KV head are one operand.
-    queries = q[rows].reshape(W, size, K, G, H).swapaxes(1, 2).reshape(W, K, R, H)
+    queries = blocks.gather(q, K)
     quantised = isinstance(k_pages, QuantPages)
     sizes = _Sizes(
         G=G,
@@ -112,11 +109,7 @@ def attention(
         by_token=tpu_values_by_token(H),
     )
     out = _call(queries, sinks, k_pages, v_pages, layout, blocks, sizes, interpret)
-    out = out.reshape(W, K, size, G, H).swapaxes(1, 2).reshape(W * size, N, H)
-    out = out[blocks.places(layout, T)]
-    _, position = layout.rows(T)
-    position = position[:, None, None]
-    out = jnp.where(position < 0, 0, jnp.where(position >= M * Z, jnp.nan, out))
+    out = blocks.scatter(out, layout, T, M * Z)
     return out.astype(q.dtype), k_pages, v_pages
 
 

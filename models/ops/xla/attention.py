@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..elementwise import softcap as soften
-from ..layout import DUMP_PAGE, Layout
+from ..layout import Layout
 from ..quant_pages import Pages, narrow, store, widen
 
 #: Cache positions that the reference attends to in one round of its loop.
@@ -98,7 +98,7 @@ def partial_attention(
       `[T, N, H]`; and both page pools.
     """
     _, K, H, Z = k_pages.shape
-    page, offset = _places(layout, q.shape[0], Z, share, shares)
+    page, offset = layout.places(q.shape[0], Z, share, shares)
     k_pages = store(k_pages, k, page, offset, token_axis=3)
     v_pages = store(v_pages, v, page, offset, token_axis=2 if by_token else 3)
 
@@ -160,7 +160,7 @@ def partial_latent_attention(
     """`latent_attention` before its division, over one share; see `partial_attention`."""
     Z, held = pages.shape[1:]
     W = latent.shape[-1]
-    page, offset = _places(layout, q.shape[0], Z, share, shares)
+    page, offset = layout.places(q.shape[0], Z, share, shares)
     rows = jnp.pad(narrow(latent, pages.dtype), ((0, 0), (0, held - W)))
     pages = pages.at[page, offset].set(rows)
 
@@ -170,20 +170,6 @@ def partial_latent_attention(
 
     sums = _attend(q, read, (1, rank), Z, layout, scale, share=share, shares=shares)
     return *sums, pages
-
-
-def _places(
-    layout: Layout, n_rows: int, Z: int, share: jax.Array | int = 0, shares: int = 1
-) -> tuple[jax.Array, jax.Array]:
-    """The page and the offset in its share that each of the rows writes to, int32 `[T]`."""
-    M = layout.page_table.shape[1]
-    whole = Z * shares
-    slot, position = layout.rows(n_rows)
-    offset = position % whole - Z * share
-    live = (position >= 0) & (position < M * whole) & (offset >= 0) & (offset < Z)
-    place = jnp.clip(position // whole, 0, M - 1)
-    page = jnp.where(live, layout.page_table[slot, place], DUMP_PAGE)
-    return page, jnp.where(live, offset, 0)
 
 
 def _attend(
