@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from ..models.config import ModelConfig
+from ..models.errors import one_line
 from ..models.loading import Model
 from ..models.parameters import Params
 from ..sharding import Team
@@ -108,7 +109,7 @@ class LeadingDevice(Device):
         try:
             yield
         except Exception as error:
-            self._team.fail_unless_lost(f"a step failed: {_line(error)}")
+            self._team.fail_unless_lost(f"a step failed: {one_line(error)}")
             raise
 
 
@@ -119,7 +120,7 @@ def follow(model: Model, team: Team) -> None:
         try:
             _make(frame, devices, model)
         except Exception as error:
-            team.fail_unless_lost(f"a step failed: {_line(error)}")
+            team.fail_unless_lost(f"a step failed: {one_line(error)}")
             raise
 
 
@@ -193,7 +194,3 @@ def _unpacked(arrays: Sequence[Any], device: Device) -> State:
 
 def _kernels(config: ModelConfig) -> tuple[str, str]:
     return config.kernels.platform, config.kernels.activations
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]

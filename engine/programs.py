@@ -127,7 +127,7 @@ class Programs:
             program = compile_step(step, self.config, *args, mesh=self.mesh, **static)
             self._programs[key] = program
             record = self._record(*key, start, program)
-            cache_bytes = sum(map(_device_bytes, jax.tree.leaves(cache)))
+            cache_bytes = device_bytes(cache)
             # Some platforms do not say.
             if record.aliased_bytes is not None and record.aliased_bytes < cache_bytes:
                 raise RuntimeError(
@@ -154,9 +154,15 @@ class Programs:
         return record
 
 
-def _device_bytes(array: jax.Array) -> int:
-    """Bytes that each device holds of an array."""
-    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+def own_part(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What one device holds of an array, or of its shape."""
+    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that one device holds of arrays, or of their shapes."""
+    parts = map(own_part, jax.tree.leaves(tree))
+    return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
 
 
 def compile_step(

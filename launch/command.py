@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -126,3 +127,19 @@ def _tolerate_narrow_terminals() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def write_output(flag: str, path: str, text: str) -> None:
+    """Writes the file that a flag names, or to standard output where that is -.
+
+    Raises:
+      StokerError: the file cannot be written.
+    """
+    if path == "-":
+        print(text, end="")
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise StokerError(f"--{flag}: cannot write {path!r}: {reason}") from None

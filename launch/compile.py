@@ -15,10 +15,11 @@ from absl import flags
 from rich.console import Console
 
 from ..engine.capacity import DEVICE_SHARE
-from ..engine.compiling.contract import Setup, StepShape, contract, device_bytes, own_part
+from ..engine.compiling.contract import Setup, StepShape, contract
 from ..engine.compiling.program_report import StepRefused, StepReport, report_step
 from ..engine.compiling.targets import Target, find_target, prepare_process, target_kinds
 from ..engine.pages import pages_for
+from ..engine.programs import device_bytes, own_part
 from ..engine.shapes import choose_shapes
 from ..models import ops
 from ..models.config import DTYPES, KV_DTYPES, Kernels, ModelConfig
@@ -30,7 +31,7 @@ from ..models.random_weights import WEIGHTS, architecture, architectures
 from ..models.sources import resolve
 from ..sharding import make_mesh, parse_mesh, parse_rules
 from . import common
-from .command import Command
+from .command import Command, write_output
 from .compile_tables import print_report
 from .meshes import define_mesh_flags
 
@@ -110,7 +111,9 @@ def run(values: flags.FlagValues) -> None:
         for shape in chosen:
             keep = None
             if values.text is not None:
-                keep = functools.partial(_write, "text", str(Path(values.text) / f"{shape}.txt"))
+                keep = functools.partial(
+                    write_output, "text", str(Path(values.text) / f"{shape}.txt")
+                )
             reports.append(report_step(setup, shape, target, keep))
             bar.advance(task)
     described = describe(values, setup, target)
@@ -118,7 +121,7 @@ def run(values: flags.FlagValues) -> None:
         print_report(described, reports, Console(width=128, highlight=False))
     if values.json is not None:
         report = described | {"steps": [report.to_json() for report in reports]}
-        _write("json", values.json, json.dumps(report, indent=1) + "\n")
+        write_output("json", values.json, json.dumps(report, indent=1) + "\n")
 
 
 def new_setup(values: flags.FlagValues, target: Target) -> Setup:
@@ -233,17 +236,6 @@ def _pages(setup: Setup, target: Target) -> int:
     page = device_bytes(setup.cache()) // 2  # of one page and the dump page
     free = target.memory_bytes - device_bytes(setup.params())
     return max(min(setup.slots * one, int(DEVICE_SHARE * free) // page), one)
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    if path == "-":
-        print(text, end="")
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or error
-        raise StokerError(f"--{flag}: cannot write {path!r}: {reason}") from None
 
 
 COMMAND = Command("compile", define_flags, run)

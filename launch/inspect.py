@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
 from ..models.checkpoints.inspection import Report, inspect_model, rope_text
-from ..models.errors import StokerError
 from ..models.sources import DEFAULT_MODEL
-from .command import Command
+from .command import Command, write_output
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -38,15 +36,7 @@ def run(values: flags.FlagValues) -> None:
     if values.json is None:
         print_report(report, Console(highlight=False))
         return
-    text = json.dumps(report.to_json(), indent=1)
-    if values.json == "-":
-        print(text)
-        return
-    try:
-        Path(values.json).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or error
-        raise StokerError(f"--json: cannot write {values.json!r}: {reason}") from None
+    write_output("json", values.json, json.dumps(report.to_json(), indent=1) + "\n")
 
 
 def print_report(report: Report, console: Console) -> None:

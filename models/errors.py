@@ -8,3 +8,8 @@ class StokerError(Exception):
 
     Commands print it as one line and exit with 1; the library raises it as it is.
     """
+
+
+def one_line(error: Exception) -> str:
+    """What an error of others says, without line breaks and not at length."""
+    return " ".join(str(error).split())[:500]

@@ -7,7 +7,6 @@ that `Runner.warmup` would compile for the same options.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..accounting import StepCost, step_cost
 from ..cache import Cache, new_cache
 from ..on_mesh import cache_specs, slot_spec
 from ..pages import pages_for
-from ..programs import lower_admit, lower_step
+from ..programs import lower_admit, lower_step, own_part
 from ..sampling_params import MAX_TOP, SamplingParams
 from ..shapes import Shapes
 from ..steps import DecodeBatch, PrefillBatch, State
@@ -188,14 +187,3 @@ class Setup:
             kv_read=cost.kv_read / shared,
             logits=cost.logits * (shape.rows if shape.step == "score" else 1),
         )
-
-
-def own_part(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What one device holds of an array, or of its shape."""
-    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes that one device holds of arrays, or of their shapes."""
-    parts = map(own_part, jax.tree.leaves(tree))
-    return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)

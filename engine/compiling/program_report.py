@@ -13,7 +13,8 @@ import jax
 from ...models.parameters import is_weight
 from ...models.quantized import QuantArray
 from ..accounting import StepCost, experts_touched
-from .contract import Setup, StepShape, device_bytes, own_part
+from ..programs import device_bytes, own_part
+from .contract import Setup, StepShape
 from .hlo import Array, Instruction, Moved, Program, kernel_name
 from .targets import Target
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
 
-from ..errors import StokerError
+from ..errors import StokerError, one_line
 from .base import Tokenizer
 from .messages import checked_message, map_strings, marked, plain_copy, unused_character
 from .sandbox import MAX_CHARS, TemplateEnvironment, TooMuchError
@@ -191,24 +191,26 @@ def _render(
             return _run(code, {**variables, "messages": filled}, kept_char)
     except TemplateSyntaxError as error:
         raise StokerError(
-            f"the chat template is not valid Jinja (line {error.lineno}: {_line(error)})"
+            f"the chat template is not valid Jinja (line {error.lineno}: {one_line(error)})"
         ) from error
     except (TooMuchError, OverflowError, RecursionError, MemoryError) as error:
-        raise _StoppedError(f"the chat template was stopped: {_line(error)}") from error
+        raise _StoppedError(f"the chat template was stopped: {one_line(error)}") from error
     except SecurityError as error:
         raise StokerError(
-            f"the chat template reaches for what it must not: {_line(error)}"
+            f"the chat template reaches for what it must not: {one_line(error)}"
         ) from error
     except TemplateError as error:
         if isinstance(error, UndefinedError):
-            raise StokerError(f"the chat template fails on the messages: {_line(error)}") from error
-        raise StokerError(f"the chat template refuses the messages: {_line(error)}") from error
+            raise StokerError(
+                f"the chat template fails on the messages: {one_line(error)}"
+            ) from error
+        raise StokerError(f"the chat template refuses the messages: {one_line(error)}") from error
     except StokerError:
         raise
     except Exception as error:
         # Whatever else template code can raise: a type, key, value or recursion error.
         raise StokerError(
-            f"the chat template fails on the messages ({type(error).__name__}: {_line(error)})"
+            f"the chat template fails on the messages ({type(error).__name__}: {one_line(error)})"
         ) from error
 
 
@@ -224,7 +226,3 @@ def _run(code: types.CodeType, variables: dict[str, Any], kept_char: str) -> str
             raise TooMuchError(f"it writes more than {MAX_CHARS} characters")
         parts.append(part)
     return "".join(parts)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]

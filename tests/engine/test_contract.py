@@ -12,9 +12,10 @@ from tiny import TINY, random_params, tiny_model
 
 from stoker.engine import programs
 from stoker.engine.accounting import step_cost
-from stoker.engine.compiling.contract import Setup, StepShape, contract, device_bytes
+from stoker.engine.compiling.contract import Setup, StepShape, contract
 from stoker.engine.engine import Engine
 from stoker.engine.pages import pages_for
+from stoker.engine.programs import device_bytes
 from stoker.engine.shapes import Shapes
 from stoker.models.config import Kernels
 from stoker.models.errors import StokerError
