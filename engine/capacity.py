@@ -9,7 +9,7 @@ import jax
 
 from ..models.config import ModelConfig
 from ..models.errors import StokerError
-from ..models.pages import page_tokens as tokens_of_page
+from ..models.pages import whole_page_tokens
 from .cache import page_bytes as bytes_of_page
 from .pages import pages_for
 
@@ -31,7 +31,7 @@ def choose_pages(
         or memory does not suffice; with the numbers.
     """
     page_bytes = bytes_of_page(config)
-    page_tokens = tokens_of_page(config.kernels) * config.split.degree("context")
+    page_tokens = whole_page_tokens(config)
     one = pages_for(context, page_tokens)
     free, share = _free_memory()
     if pages is not None and kv_bytes is not None:

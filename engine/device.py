@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..models.config import ModelConfig
 from ..models.ops.layout import DUMP_PAGE
-from ..models.pages import page_tokens
+from ..models.pages import whole_page_tokens
 from ..models.parameters import Params
 from . import steps
 from .cache import Cache, new_cache
@@ -62,7 +62,7 @@ class Device:
         self.programs = Programs(config, MAX_TOP, mesh)
         self._mesh = mesh
         self._parts = config.split.degree("slots")
-        self._page_tokens = page_tokens(config.kernels) * config.split.degree("context")
+        self._page_tokens = whole_page_tokens(config)
         self._params = params
         self._config = config
         self._slots = slots

@@ -9,7 +9,7 @@ from collections.abc import Generator, Hashable, Sequence
 
 from ..models.errors import StokerError
 from ..models.loading import Model
-from ..models.pages import page_tokens
+from ..models.pages import whole_page_tokens
 from .accounting import CacheReads, weight_bytes
 from .capacity import choose_pages
 from .ledger import Ledger
@@ -100,11 +100,7 @@ class Engine:
         self._end_ids = frozenset(model.tokenizer.stop_ids) if model.tokenizer else frozenset()
         self._parts = Parts(
             Scheduler(
-                Pages(
-                    self.n_pages,
-                    page_tokens(config.kernels) * config.split.degree("context"),
-                    share=prefix_cache,
-                ),
+                Pages(self.n_pages, whole_page_tokens(config), share=prefix_cache),
                 slots=slots,
                 step_tokens=self.shapes.step_tokens,
                 score_tokens=self.shapes.score,

@@ -41,6 +41,11 @@ def page_tokens(kernels: Kernels) -> int:
     return _PAGE_TOKENS[kernels.platform]
 
 
+def whole_page_tokens(config: ModelConfig) -> int:
+    """Tokens of a page: as many as the devices that share a context hold of it together."""
+    return page_tokens(config.kernels) * config.split.degree("context")
+
+
 def values_by_token(config: ModelConfig) -> bool:
     """Whether value pages are `[P, K, Z, H]`; else they are laid out as keys are."""
     return config.kernels.platform != "tpu" or tpu_values_by_token(config.head_dim)

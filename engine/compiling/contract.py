@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ...models.config import ModelConfig
-from ...models.pages import page_tokens
+from ...models.pages import whole_page_tokens
 from ...models.parameters import Params
 from ...models.placing.placement import shape_params
 from .. import steps
@@ -98,7 +98,7 @@ class Setup:
     @property
     def page_tokens(self) -> int:
         """Tokens of a page, on all devices that share it."""
-        return page_tokens(self.config.kernels) * self.config.split.degree("context")
+        return whole_page_tokens(self.config)
 
     def _on(self, spec: PartitionSpec) -> Any:
         if self.mesh is None:
