@@ -180,8 +180,10 @@ class Ends:
 
     def of(self, name: str) -> Callable[[str, int], None]:
         def end(message: str, status: int) -> None:
-            self.found.setdefault(name, (message, status))
-            self.came.release()
+            # The watch would have ended with the process; here it lives on, and may end again.
+            if name not in self.found:
+                self.found[name] = (message, status)
+                self.came.release()
 
         return end
 
