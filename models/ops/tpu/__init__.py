@@ -1,7 +1,7 @@
 """Pallas kernels for TPUs."""
 
 from .append import append
-from .attention import attention
+from .attention import attention, partial_attention
 from .matmul import grouped_matmul, matmul
 from .widen import why_unsupported
 
@@ -10,5 +10,6 @@ __all__ = [
     "attention",
     "grouped_matmul",
     "matmul",
+    "partial_attention",
     "why_unsupported",
 ]
