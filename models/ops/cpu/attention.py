@@ -56,7 +56,7 @@ def attention(
       window: tokens that a row sees, itself included; 0 for all.
       softcap: scores become softcap * tanh(score / softcap); 0 for none.
       rounded: whether queries and softmax weights may be rounded to bfloat16 where pages are, which
-        takes half the time where the processor multiplies pairs of such numbers (AVX-512 with BF16);
+        takes half the time where processors multiply pairs of such numbers (AVX-512 with BF16);
         elsewhere, and for odd widths, they stay as they are.
       isa: one of `library.ISAS`.
       threads: most threads to use; 0 for all that XLA has.

@@ -48,7 +48,7 @@ def latent_attention(
       turn: cosines and sines float32 `[T, dims/2]` of the rotary embedding that what is past `rank`
         goes through, of q and of latent vectors; None leaves it as it is.
       rounded: whether queries and softmax weights may be rounded to bfloat16 where pages are, which
-        takes half the time where the processor multiplies pairs of such numbers (AVX-512 with BF16);
+        takes half the time where processors multiply pairs of such numbers (AVX-512 with BF16);
         elsewhere, and for odd widths, they stay as they are.
       isa: one of `library.ISAS`.
       threads: most threads to use; 0 for all that XLA has.
