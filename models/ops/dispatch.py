@@ -269,8 +269,8 @@ def _attend(
         # `ModelConfig` sees to it that these are plain.
         assert isinstance(k_pages, jax.Array), k_pages
         assert isinstance(v_pages, jax.Array), v_pages
-        attend = getattr(cpu, operation)
-        return attend(q, k, v, k_pages, v_pages, layout, turn=turn, **options)
+        options |= {"turn": turn, "rounded": kernels.activations != "float32"}
+        return getattr(cpu, operation)(q, k, v, k_pages, v_pages, layout, **options)
     q, k = rotate(q, *turn), rotate(k, *turn)
     chosen = attention_choice(kernels, q.shape[-1], jax.tree.leaves(k_pages)[0]).implementation
     if chosen == "xla":
@@ -301,7 +301,12 @@ def latent_attention(
     """
     if kernels.platform == "cpu":
         return cpu.latent_attention(
-            q, latent, pages, layout, rank=rank, scale=scale, norm=norm, turn=turn
+            *(q, latent, pages, layout),
+            rank=rank,
+            scale=scale,
+            norm=norm,
+            turn=turn,
+            rounded=kernels.activations != "float32",
         )
     q, latent = latent_rows(q, latent, rank, norm, turn)
     return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
@@ -323,10 +328,11 @@ def partial_latent_attention(
 
     See `xla.partial_latent_attention`; the CPU has a kernel.
     """
-    chosen = cpu if kernels.platform == "cpu" else xla
-    return chosen.partial_latent_attention(
-        q, latent, pages, layout, rank=rank, scale=scale, share=share, shares=shares
-    )
+    options: dict[str, Any] = {"rank": rank, "scale": scale, "share": share, "shares": shares}
+    if kernels.platform == "cpu":
+        options["rounded"] = kernels.activations != "float32"
+        return cpu.partial_latent_attention(q, latent, pages, layout, **options)
+    return xla.partial_latent_attention(q, latent, pages, layout, **options)
 
 
 def latent_rows(
