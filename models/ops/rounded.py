@@ -25,6 +25,8 @@ from ..quantized import QuantArray
 BLOCK = 128
 #: Rows from which a product is bound by arithmetic rather than by reading its weights.
 LEAST_ROWS = 128
+#: Rows that a TPU keeps next to each other.
+_ROWS = 8
 
 
 def why_widened(weight: QuantArray) -> str | None:
@@ -55,7 +57,7 @@ def zero_point_left(weight: QuantArray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Rounded:
-    """Rows `x [T, C]` as integers, with blocks of B columns.
+    """Rows `x [T, C]` as integers, with blocks of B columns; zeros make T whole eights.
 
     Attributes:
       codes: int8 `[C/B, T, B]`; where the weights have 4 bits, a block begins with those columns
@@ -75,13 +77,15 @@ def round_rows(x: jax.Array, weight: QuantArray) -> Rounded:
 
     Plain XLA, which makes a fusion or two of it, and one of equal ones.
     """
+    x = jnp.pad(x, ((0, -x.shape[0] % _ROWS), (0, 0)))
     T, C = x.shape
     block = block_of(weight)
-    wide = x.astype(jnp.float32)
-    if weight.bits == 4:
-        halves = wide.reshape(T, C // weight.group, 2, weight.group // block, block // 2)
-        wide = halves.swapaxes(2, 3)
-    blocks = wide.reshape(T, C // block, block).swapaxes(0, 1)
+    if weight.bits == 4 and block < weight.group:
+        halves = x.reshape(T, C // weight.group, 2, weight.group // block, block // 2)
+        x = halves.swapaxes(2, 3)
+    # As rows lie in a TPU's memory, where a plain [T, C/B, B] would be copied twice.
+    blocks = x.reshape(T // _ROWS, _ROWS, C // block, block)
+    blocks = blocks.transpose(2, 0, 1, 3).astype(jnp.float32)
     largest = jnp.abs(blocks).max(axis=-1)
     inverse = jnp.where(largest > 0, 127 / largest, 0)
     codes = jnp.rint(blocks * inverse[..., None]).astype(jnp.int8)
@@ -90,4 +94,4 @@ def round_rows(x: jax.Array, weight: QuantArray) -> Rounded:
     if weight.minimum is not None or zero_point_left(weight):
         sums = scale * codes.astype(jnp.int32).sum(axis=-1).astype(jnp.float32)
         sums = sums.reshape(C // weight.group, -1, T).sum(axis=1)
-    return Rounded(codes, scale, sums)
+    return Rounded(codes.reshape(-1, T, block), scale.reshape(-1, T), sums)

@@ -41,7 +41,7 @@ def integer_matmul(
       StokerError: for a format that the kernel does not read.
     """
     leading = jax.tree.map(lambda leaf: leaf[None], weight)
-    rows = row_block(*x.shape, jnp.int8)
+    rows = _row_block(x)
     return _product(x, leading, one_group(x.shape[0], rows), rows, dtype, interpret)
 
 
@@ -57,8 +57,14 @@ def integer_grouped_matmul(
 
     As of `grouped_matmul`, and computed as by `integer_matmul`.
     """
-    rows = row_block(*x.shape, jnp.int8)
+    rows = _row_block(x)
     return _product(x, weight, group_visits(sizes, x.shape[0], rows), rows, dtype, interpret)
+
+
+def _row_block(x: jax.Array) -> int:
+    """Rows of `round_rows(x)` that are multiplied at once."""
+    T, C = x.shape
+    return row_block(pl.cdiv(T, 8) * 8, C, jnp.int8)
 
 
 def _product(
