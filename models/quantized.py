@@ -132,7 +132,7 @@ def dequantize(array: QuantArray, dtype: jnp.dtype | type = jnp.float32) -> jax.
 
 
 def ready(weight: QuantArray) -> QuantArray:
-    """`weight` as TPU kernels load it, of arrays of NumPy or of JAX; it stands for the same numbers.
+    """`weight`, of arrays of NumPy or of JAX, as TPU kernels load it: the same numbers.
 
     Scales of float16 become int16 of the same bits. Rows of codes are filled up with zeros to whole
     registers: XLA would lay others out by columns, and copy the codes for each product.

@@ -46,7 +46,7 @@ def why_unreadable(weight: QuantArray) -> str | None:
 
 
 def block_of(weight: QuantArray) -> int:
-    """Columns that share a scale of x: those of a group, but for at most `BLOCK`, which divide it."""
+    """Columns that share a scale of x: those of a group, or as many as divide it and `BLOCK`."""
     return math.gcd(weight.group, BLOCK)
 
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ...errors import StokerError
 from ...quantized import QuantArray
-from ..rounded import Rounded, block_of, round_rows, why_unreadable, zero_point_left
+from ..rounded import block_of, round_rows, why_unreadable, zero_point_left
 from ..visits import Visits, group_visits, one_group
 
 #: Rows and outputs of a program.
@@ -215,10 +215,8 @@ def _zero(ref: Any) -> int | float:
     return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
 
 
-def _integers(
-    codes: jax.Array, bits: int, zero_point: int, interpret: bool
-) -> Sequence[jax.Array]:
-    """Stored bytes as int8 codes: of low and high halves less the zero point, if they have 4 bits."""
+def _integers(codes: jax.Array, bits: int, zero_point: int, interpret: bool) -> Sequence[jax.Array]:
+    """Stored bytes as int8 codes; those of 4 bits less the zero point, low and high halves."""
     if bits == 8:
         return [codes]
     if interpret:
