@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -147,7 +148,7 @@ def ready(weight: QuantArray) -> QuantArray:
         return weight
     library: Any = np if isinstance(weight.codes, np.ndarray) else jnp
     edges = [(0, 0)] * (weight.codes.ndim - 1) + [(0, missing)]
-    return weight.replace(codes=library.pad(weight.codes, edges))
+    return dataclasses.replace(weight, codes=library.pad(weight.codes, edges))
 
 
 def ready_bytes(row_bytes: int) -> int:
