@@ -31,15 +31,15 @@ _ROWS = 8
 
 def why_widened(weight: QuantArray) -> str | None:
     """Why a product with `weight` is one of floats whatever its rows; None if integers serve."""
-    if weight.levels or not jnp.issubdtype(weight.codes.dtype, jnp.integer):
-        return "codes that stand for floats"
     if block_of(weight) < BLOCK:
         return f"sums of fewer than {BLOCK} columns, which groups of {weight.group} ask for"
     return why_unreadable(weight)
 
 
 def why_unreadable(weight: QuantArray) -> str | None:
-    """Why no kernel multiplies the codes of `weight` as integers; None if they can."""
+    """Why no kernel multiplies the codes of `weight` as integers; None if one may."""
+    if weight.levels or not jnp.issubdtype(weight.codes.dtype, jnp.integer):
+        return "codes that stand for floats"
     if weight.super_scale is not None or weight.super_minimum is not None:
         return "scales with factors of their own"
     return None

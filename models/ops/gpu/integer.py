@@ -15,6 +15,7 @@ from ...errors import StokerError
 from ...quantized import QuantArray
 from ..rounded import block_of, round_rows, why_unreadable, zero_point_left
 from ..visits import Visits, group_visits, one_group
+from .matmul import why_unsupported
 
 #: Rows and outputs of a program.
 _ROWS, _OUTPUTS = 128, 64
@@ -67,7 +68,7 @@ def _product(
     x: jax.Array, weight: QuantArray, visits: Visits, dtype: Any, interpret: bool
 ) -> jax.Array:
     """Rows of x by the matrices `weight [E, R, C]` that `visits` name."""
-    reason = why_unreadable(weight)
+    reason = why_unsupported(weight) or why_unreadable(weight)
     if block_of(weight) * weight.bits // 8 < _LEAST:
         reason = f"groups of {weight.group} codes of {weight.bits} bits are too short"
     if reason:

@@ -16,7 +16,7 @@ from ..rounded import BLOCK, block_of, round_rows, why_unreadable, zero_point_le
 from ..visits import Visits, group_visits, one_group
 from .common import LANES, VMEM_BYTES
 from .matmul import output_block, put_rows, row_block
-from .widen import Format, format_of, pick, read_turned, register
+from .widen import Format, format_of, pick, read_turned, register, why_unsupported
 
 #: Blocks whose products are added to the sums at once: every time, these are read and written.
 _STEP = 4
@@ -71,7 +71,7 @@ def _product(
     x: jax.Array, weight: QuantArray, visits: Visits, rows: int, dtype: Any, interpret: Any
 ) -> jax.Array:
     """Rows of x by the matrices `weight [E, R, C]` that `visits` name."""
-    reason = why_unreadable(weight)
+    reason = why_unsupported(weight) or why_unreadable(weight)
     if block_of(weight) < BLOCK:
         reason = f"groups of {weight.group} columns are no whole blocks of {BLOCK}"
     if reason:

@@ -146,7 +146,7 @@ def test_integers_of_groups(kernels: ModuleType) -> None:
 
 
 def test_what_integers_do_not_serve_is_refused_by_name(kernels: ModuleType) -> None:
-    for name in ("q4_0", "q4_k"):
-        weight = device(random_quant(name, 8))
+    for array in (random_quant("q4_0", 8), random_quant("q4_k", 8), random_levels("mxfp4", 8)):
+        weight = device(array)
         with pytest.raises(StokerError, match="cannot be multiplied as integers"):
             kernels.integer_matmul(activations(1, weight.shape[1]), weight, interpret=True)
