@@ -18,6 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from ..errors import StokerError
 from ..quantized import QuantArray
 
 #: Columns of x that share a scale, at most. The CPU kernels' 32 would leave the matrix units idle
@@ -43,6 +44,16 @@ def why_unreadable(weight: QuantArray) -> str | None:
     if weight.super_scale is not None or weight.super_minimum is not None:
         return "scales with factors of their own"
     return None
+
+
+def check_readable(weight: QuantArray, unsupported: str | None) -> None:
+    """Raises `StokerError` if a kernel has something against the codes of `weight`, or all have."""
+    reason = unsupported or why_unreadable(weight)
+    if reason:
+        raise StokerError(
+            f"a weight of shape {list(weight.shape)} cannot be multiplied as integers: {reason}; "
+            "use activations='float32'"
+        )
 
 
 def block_of(weight: QuantArray) -> int:

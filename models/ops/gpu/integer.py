@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ...errors import StokerError
 from ...quantized import QuantArray
-from ..rounded import block_of, round_rows, why_unreadable, zero_point_left
+from ..rounded import block_of, check_readable, round_rows, zero_point_left
 from ..visits import Visits, group_visits, one_group
 from .matmul import why_unsupported
 
@@ -68,14 +67,10 @@ def _product(
     x: jax.Array, weight: QuantArray, visits: Visits, dtype: Any, interpret: bool
 ) -> jax.Array:
     """Rows of x by the matrices `weight [E, R, C]` that `visits` name."""
-    reason = why_unsupported(weight) or why_unreadable(weight)
+    reason = why_unsupported(weight)
     if block_of(weight) * weight.bits // 8 < _LEAST:
         reason = f"groups of {weight.group} codes of {weight.bits} bits are too short"
-    if reason:
-        raise StokerError(
-            f"a weight of shape {list(weight.shape)} cannot be multiplied as integers: {reason}; "
-            "use activations='float32'"
-        )
+    check_readable(weight, reason)
     T, R = x.shape[0], weight.shape[-2]
     rounded = round_rows(x, weight)
     factors = [part for part in (rounded.scale, rounded.sums) if part is not None]

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...errors import StokerError
 from ...quantized import QuantArray
-from ..rounded import BLOCK, block_of, round_rows, why_unreadable, zero_point_left
+from ..rounded import BLOCK, block_of, check_readable, round_rows, zero_point_left
 from ..visits import Visits, group_visits, one_group
 from .common import LANES, VMEM_BYTES
 from .matmul import output_block, put_rows, row_block
@@ -71,14 +70,10 @@ def _product(
     x: jax.Array, weight: QuantArray, visits: Visits, rows: int, dtype: Any, interpret: Any
 ) -> jax.Array:
     """Rows of x by the matrices `weight [E, R, C]` that `visits` name."""
-    reason = why_unsupported(weight) or why_unreadable(weight)
+    reason = why_unsupported(weight)
     if block_of(weight) < BLOCK:
         reason = f"groups of {weight.group} columns are no whole blocks of {BLOCK}"
-    if reason:
-        raise StokerError(
-            f"a weight of shape {list(weight.shape)} cannot be multiplied as integers: {reason}; "
-            "use activations='float32'"
-        )
+    check_readable(weight, reason)
     T, R = x.shape[0], weight.shape[-2]
     rounded = round_rows(x, weight)
     format_, leaves = format_of(weight)
