@@ -229,5 +229,5 @@ TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
 #: windows over pages given up, and prompts that fill several pages.
 SHARED = {
     "mixed": Case((70, 1, 1, 0, 1), (150, 17, 64, 9, 3), N=4, K=2, Z=64, sinks=True, softcap=3.0),
-    "unseen": Case((20, 1, 1), (150, 145, 129), N=2, K=1, Z=64, window=20, padding=1),
+    "window": Case((33, 1, 1, 0, 1), (230, 145, 64, 9, 3), N=4, K=2, Z=64, sinks=True, window=40),
 }
