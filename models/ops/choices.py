@@ -113,12 +113,14 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
     found = {"products": _joined(products or [product_choice(kernels, None)])}
     if grouped:
         found["grouped products"] = _joined(grouped)
-    if config.split.axes("context"):
-        found["attention"] = Choice("xla", "devices share the context, whose parts are joined")
-    elif config.latent is not None and kernels.platform in ("tpu", "gpu"):
-        found["attention"] = Choice("xla", "latent attention has no kernel of its own so far")
+    if config.latent is not None and kernels.platform in ("tpu", "gpu"):
+        attention = Choice("xla", "latent attention has no kernel of its own so far")
     else:
-        found["attention"] = attention_choice(kernels, config.head_dim)
+        attention = attention_choice(kernels, config.head_dim)
+    if config.split.axes("context"):
+        why = f"{attention.why}, on each device's share of the context; parts are joined"
+        attention = dataclasses.replace(attention, why=why)
+    found["attention"] = attention
     if kernels.platform in ("tpu", "gpu"):
         found["sampling"] = Choice("xla", "XLA's sort and reductions serve")
     else:

@@ -70,7 +70,7 @@ HOST = {
         "tensor:8/decode",
         "data:2,tensor:2/prefill",
         "data:8/decode",
-        "sequence:2,tensor:2/prefill",
+        "sequence:2,tensor:2/prefill+cpu",
     ),
     "experts": ("expert:4/prefill", "expert:2,tensor:2/decode"),
     "six_heads": ("tensor:2/decode",),
@@ -85,6 +85,7 @@ def test_steps_hold_exactly_the_collectives_that_they_need(
     jobs = [f"{name}/{job}" for job in HOST[name]]
     for job, found in zip(jobs, programs(helpers_on_path, "host", *jobs), strict=True):
         check(found, job.split("/")[1], full_norms=name == "six_heads")
+        assert found["attention"] == (LAYERS if job.endswith("+cpu") else 0)
 
 
 @pytest.mark.compile
@@ -92,6 +93,8 @@ def test_steps_hold_exactly_the_collectives_that_they_need(
 def test_programs_for_tpus_hold_no_others(helpers_on_path: dict[str, str], name: str) -> None:
     meshes = ("tensor:8", "data:2,expert:2,tensor:2", "sequence:2,tensor:4")
     jobs = [f"{name}/{mesh}/{step}" for mesh in meshes for step in ("decode", "prefill")]
+    if name == "plain":
+        jobs.append("plain/sequence:4/prefill+tpu")
     for job, found in zip(jobs, programs(helpers_on_path, "v5e:2x4", *jobs), strict=True):
         mesh = job.split("/")[1]
         wanted = expected(mesh, LAYERS)
@@ -103,6 +106,7 @@ def test_programs_for_tpus_hold_no_others(helpers_on_path: dict[str, str], name:
             wanted["all-reduce"] += 3
             wanted["all-gather"] += 2
         assert found["collectives"] == wanted, job
+        assert found["attention"] == (LAYERS if job.endswith("+tpu") else 0), job
         assert found["largest_gather"] < 2**14
         assert found["aliased_bytes"] >= found["cache_bytes"]
 

@@ -1,6 +1,6 @@
 """Pallas kernels for GPUs, compiled by Triton."""
 
-from .attention import attention
+from .attention import attention, partial_attention
 from .integer import integer_grouped_matmul, integer_matmul
 from .matmul import grouped_matmul, matmul, why_unsupported
 
@@ -10,5 +10,6 @@ __all__ = [
     "integer_grouped_matmul",
     "integer_matmul",
     "matmul",
+    "partial_attention",
     "why_unsupported",
 ]

@@ -1,7 +1,7 @@
 """Pallas kernels for TPUs."""
 
 from .append import append
-from .attention import attention
+from .attention import attention, partial_attention
 from .integer import integer_grouped_matmul, integer_matmul
 from .matmul import grouped_matmul, matmul
 from .widen import why_unsupported
@@ -13,5 +13,6 @@ __all__ = [
     "integer_grouped_matmul",
     "integer_matmul",
     "matmul",
+    "partial_attention",
     "why_unsupported",
 ]

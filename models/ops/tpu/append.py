@@ -23,6 +23,8 @@ def append(
     v_pages: Pages,
     layout: Layout,
     *,
+    share: jax.Array | int = 0,
+    shares: int = 1,
     interpret: bool = False,
 ) -> tuple[Pages, Pages]:
     """Writes this step's keys and values to the pages.
@@ -36,13 +38,16 @@ def append(
       k_pages: `[P, K, H, Z]`; donate it, and it is updated in place.
       v_pages: `[P, K, *tpu_value_shape(Z, H)]`, likewise.
       layout: where the rows sit; rows past their slot's pages write nothing.
+      share: which of `shares` equal parts of each page's tokens the pools hold; rows of others
+        write nothing.
+      shares: how many there are.
       interpret: run the kernels as plain JAX, on any platform.
 
     Returns:
       Both page pools.
     """
     T, H, Z = k.shape[0], k.shape[2], k_pages.shape[3]
-    visits = page_visits(layout, T, Z)
+    visits = page_visits(layout, T, Z, share, shares)
     single = layout.max_query == 1
     put = functools.partial(_put, visits=visits, single=single, interpret=interpret)
     return put(k, k_pages, by_token=False), put(v, v_pages, by_token=tpu_values_by_token(H))

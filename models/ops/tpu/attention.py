@@ -13,11 +13,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..blocks import block_size, query_blocks
 from ..layout import Layout
+from ..partial import NOTHING
 from ..quant_pages import Pages, QuantPages, tpu_values_by_token
 from .append import append
 from .common import EXACT, LANES, VMEM_BYTES
 
-_MASKED = -1e30
 #: Rows of queries (of one KV head) that share a reading of the keys: about where products on the
 #: matrix units take as long as the reading does.
 ROWS = 256
@@ -29,10 +29,14 @@ BLOCK_BYTES = 2 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What the kernel knows when it is compiled; `pages` are those of a round of its loop."""
+    """What the kernel knows when it is compiled; `pages` are those of a round of its loop.
+
+    A page has `whole` tokens, of which Z are here: positions are relative to the first of these.
+    """
 
     G: int
     Z: int
+    whole: int
     M: int
     pages: int
     size: int
@@ -42,6 +46,7 @@ class _Sizes:
     quantised: bool
     sinks: bool
     by_token: bool
+    partial: bool
 
 
 def attention(
@@ -85,32 +90,73 @@ def attention(
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
-    k_pages, v_pages = append(k, v, k_pages, v_pages, layout, interpret=interpret)
+    options: dict[str, Any] = {"sinks": sinks, "scale": scale, "window": window, "softcap": softcap}
+    (out,), k_pages, v_pages = _attention(
+        q, k, v, k_pages, v_pages, layout, interpret=interpret, **options
+    )
+    return out.astype(q.dtype), k_pages, v_pages
+
+
+def partial_attention(
+    *arrays: Any, share: jax.Array | int, shares: int, **options: Any
+) -> tuple[jax.Array, jax.Array, Pages, Pages]:
+    """`attention` over one of `shares` shares of each page's tokens; as `xla.partial_attention`.
+
+    Further arguments are those of `attention`, but for sinks.
+    """
+    (out, lse), k_pages, v_pages = _attention(*arrays, part=(share, shares), **options)
+    return out, lse, k_pages, v_pages
+
+
+def _attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    layout: Layout,
+    *,
+    scale: float,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    interpret: Any = False,
+    part: tuple[jax.Array | int, int] | None = None,
+) -> tuple[list[jax.Array], Pages, Pages]:
+    """Output `[T, N, H]`, of a part in float32 and with logarithms of sums; and both page pools."""
+    share, shares = part or (0, 1)
+    k_pages, v_pages = append(
+        k, v, k_pages, v_pages, layout, share=share, shares=shares, interpret=interpret
+    )
     T, N, H = q.shape
     K, Z = k_pages.shape[1], k_pages.shape[3]
     M, G = layout.page_table.shape[1], N // K
-    # Two copies each of queries and output; peaks, totals and sums.
-    row_bytes = K * (4 * H * q.dtype.itemsize + 4 * (H + 2 * LANES))
+    # Two copies each of queries and results; peaks, totals and sums.
+    results = 4 * (H + LANES) if part else H * q.dtype.itemsize
+    row_bytes = K * (2 * H * q.dtype.itemsize + 2 * results + 4 * (H + 2 * LANES))
     size = block_size(layout, T, min(ROWS, ROWS_BYTES // row_bytes) // G)
     blocks = query_blocks(layout, T, size)
     queries = blocks.gather(q, K)
-    quantised = isinstance(k_pages, QuantPages)
     sizes = _Sizes(
         G=G,
         Z=Z,
+        whole=Z * shares,
         M=M,
         pages=_pages_at_once(k_pages, v_pages, M),
         size=size,
         scale=scale,
         window=window,
         softcap=softcap,
-        quantised=quantised,
+        quantised=isinstance(k_pages, QuantPages),
         sinks=sinks is not None,
         by_token=tpu_values_by_token(H),
+        partial=part is not None,
     )
-    out = _call(queries, sinks, k_pages, v_pages, layout, blocks, sizes, interpret)
-    out = blocks.scatter(out, layout, T, M * Z)
-    return out.astype(q.dtype), k_pages, v_pages
+    if shares > 1:
+        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
+    found = _call(queries, sinks, k_pages, v_pages, layout, blocks, sizes, interpret)
+    out, *lse = (blocks.scatter(rows, layout, T, M * Z * shares) for rows in found)
+    return [out, *(row[..., 0] for row in lse)], k_pages, v_pages
 
 
 def _pages_at_once(k_pages: Pages, v_pages: Pages, M: int) -> int:
@@ -129,7 +175,8 @@ def _call(
     blocks: Any,
     sizes: _Sizes,
     interpret: Any,
-) -> jax.Array:
+) -> list[jax.Array]:
+    """Output `[W, K, R, H]` and, if wanted, logarithms of sums `[W, K, R, 1]`."""
     W, K, R, H = queries.shape
     n = sizes.pages
     pools = jax.tree.leaves((k_pages, v_pages))
@@ -141,14 +188,19 @@ def _call(
         )
         operands.append(wide.reshape(K, R, LANES))
         specs.append(pl.BlockSpec((K, R, LANES), lambda w, *_: (0, 0, 0)))
-    return pl.pallas_call(
+    shapes = [jax.ShapeDtypeStruct((W, K, R, H), jnp.float32 if sizes.partial else queries.dtype)]
+    results = [own]
+    if sizes.partial:
+        shapes.append(jax.ShapeDtypeStruct((W, K, R, LANES), jnp.float32))
+        results.append(pl.BlockSpec((1, K, R, LANES), lambda w, *_: (w, 0, 0, 0)))
+    out, *lse = pl.pallas_call(
         functools.partial(_kernel, sizes=sizes),
-        out_shape=jax.ShapeDtypeStruct((W, K, R, H), queries.dtype),
+        out_shape=shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(W,),
             in_specs=[*specs, *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools)],
-            out_specs=own,
+            out_specs=results,
             scratch_shapes=[
                 *(pltpu.VMEM((2, n, *pool.shape[1:]), pool.dtype) for pool in pools),
                 pltpu.SemaphoreType.DMA((2, len(pools))),
@@ -172,6 +224,7 @@ def _call(
         *operands,
         *pools,
     )
+    return [out, *(lanes[..., :1] for lanes in lse)]
 
 
 def _kernel(
@@ -187,17 +240,20 @@ def _kernel(
     """One block of queries, `q_ref [1, K, R, H]`."""
     sink_ref, refs = (refs[0], refs[1:]) if sizes.sinks else (None, refs)
     n_pools = 4 if sizes.quantised else 2
-    pools, out_ref, buffers = refs[:n_pools], refs[n_pools], refs[n_pools + 1 : 2 * n_pools + 1]
-    arrived, peak_ref, total_ref, sum_ref, turn_ref = refs[2 * n_pools + 1 :]
+    pools, out_ref, refs = refs[:n_pools], refs[n_pools], refs[n_pools + 1 :]
+    lse_ref, refs = (refs[0], refs[1:]) if sizes.partial else (None, refs)
+    buffers, (arrived, peak_ref, total_ref, sum_ref, turn_ref) = refs[:n_pools], refs[n_pools:]
     w = pl.program_id(0)
-    live, Z, n = live_ref[0], sizes.Z, sizes.pages
+    live, Z, whole, n = live_ref[0], sizes.Z, sizes.whole, sizes.pages
 
     def span(block: Any) -> tuple[Any, Any]:
-        """First and last page that a block of queries sees."""
+        """First and last page that a block of queries sees; in disorder if there are none."""
         position = position_ref[block]
-        last = jnp.minimum((position + count_ref[block] - 1) // Z, sizes.M - 1)
-        first = jnp.maximum(position - sizes.window + 1, 0) // Z if sizes.window else 0
-        return jnp.minimum(first, last), last
+        last = jnp.minimum((position + count_ref[block] - 1) // whole, sizes.M - 1)
+        if not sizes.window:
+            return 0, last
+        # Of the page before, what is here lies before the window.
+        return jnp.maximum(position - sizes.window + 1 + whole - Z, 0) // whole, last
 
     def copies(block: Any, round_: Any, turn: Any, act: Any) -> None:
         """Starts, or awaits, the pages of one round."""
@@ -220,10 +276,11 @@ def _kernel(
     @pl.when(w < live)
     def _() -> None:
         first, last = span(w)
-        rounds = (last - first) // n + 1
+        # One at least, which awaits nothing and adds nothing where there is no page.
+        rounds = jnp.maximum((last - first) // n + 1, 1)
         begin = turn_ref[0]
         if sink_ref is None:
-            peak_ref[...] = jnp.full(peak_ref.shape, _MASKED, jnp.float32)
+            peak_ref[...] = jnp.full(peak_ref.shape, NOTHING, jnp.float32)
             total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         else:
             peak_ref[...] = sink_ref[...]
@@ -248,7 +305,7 @@ def _kernel(
                 (peak_ref, total_ref, sum_ref),
                 position_ref[w],
                 position_ref[w] + count_ref[w] - 1,
-                (first + round_ * n) * Z,
+                (first + round_ * n) * whole,
                 sizes,
             )
             return 0
@@ -257,6 +314,8 @@ def _kernel(
         turn_ref[0] = (begin + rounds) % 2
         total = jnp.maximum(total_ref[...][:, :, :1], 1e-30)
         out_ref[0] = (sum_ref[...] / total).astype(out_ref.dtype)
+        if lse_ref is not None:
+            lse_ref[0] = peak_ref[...] + jnp.log(jnp.maximum(total_ref[...], 1e-30))
 
 
 def _attend(
@@ -270,8 +329,10 @@ def _attend(
 ) -> None:
     """Adds a round of pages, whose first token has position `start`, to the online softmax."""
     K, R = q_ref.shape[1:3]
-    Z, n = sizes.Z, sizes.pages
+    Z, whole, n = sizes.Z, sizes.whole, sizes.pages
     key = start + jax.lax.broadcasted_iota(jnp.int32, (R, n * Z), 1)
+    if whole > Z:
+        key = key + jax.lax.broadcasted_iota(jnp.int32, (R, n * Z), 1) // Z * (whole - Z)
     row = position + jax.lax.broadcasted_iota(jnp.int32, (R, n * Z), 0) // sizes.G
     seen = key <= jnp.minimum(row, last)
     if sizes.window:
@@ -295,7 +356,7 @@ def _attend(
         score = score * sizes.scale
         if sizes.softcap:
             score = sizes.softcap * jnp.tanh(score / sizes.softcap)
-        score = jnp.where(seen, score, _MASKED)
+        score = jnp.where(seen, score, NOTHING)
         old_peak = peak_ref[h]
         peak = jnp.maximum(old_peak, score.max(axis=1, keepdims=True))
         decay = jnp.exp(old_peak - peak)
@@ -308,10 +369,10 @@ def _attend(
             values = _widen(v_ref[j, h], work)
             # A weight of zero does not silence a NaN that an earlier owner left in the page.
             axis = 0 if sizes.by_token else 1
-            token = start + j * Z + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+            token = start + j * whole + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
             values = jnp.where(token <= last, values, jnp.zeros_like(values))
             if sizes.quantised:
-                token = start + j * Z + jax.lax.broadcasted_iota(jnp.int32, (1, Z), 1)
+                token = start + j * whole + jax.lax.broadcasted_iota(jnp.int32, (1, Z), 1)
                 part = part * jnp.where(token <= last, buffers[3][j, pl.ds(h, 1), :], 0)
             added = added + jax.lax.dot_general(
                 part.astype(work),
