@@ -16,6 +16,8 @@ from ..quantized import QuantArray
 
 #: Widest head that the GPU kernel takes: its keys and values must fit the shared memory.
 GPU_HEAD = 256
+#: Widest latent vectors and rotated keys that the GPU kernel takes, for the same reason.
+GPU_RANK, GPU_TURNED = 512, 64
 #: Bytes of a pool of one-byte pages that Triton's 32-bit offsets reach.
 _GPU_POOL = 2**31
 _REFERENCE = "the reference was asked for"
@@ -70,7 +72,25 @@ def attention_choice(kernels: Kernels, head_dim: int, pool: jax.Array | None = N
     if kernels.platform == "gpu":
         if head_dim > GPU_HEAD:
             return Choice("xla", f"heads of width {head_dim} are wider than {GPU_HEAD}")
-        if pool is not None and pool.dtype.itemsize == 1 and pool.size > _GPU_POOL:
+        if pool is not None and _beyond_reach(pool):
+            return Choice("xla", f"a pool of {pool.size:,} bytes is more than offsets reach")
+    return Choice(kernels.platform, "a kernel over ragged pages")
+
+
+def latent_choice(
+    kernels: Kernels, rank: int, width: int, pool: jax.Array | None = None
+) -> Choice:
+    """Who attends to latent vectors of that width, of which the first R are the value."""
+    if kernels.platform in ("xla", "cpu"):
+        return _plain(kernels)
+    if kernels.platform == "gpu":
+        if rank > GPU_RANK or width - rank > GPU_TURNED:
+            return Choice(
+                "xla",
+                f"latent vectors of {rank} and {width - rank} numbers are wider than {GPU_RANK} "
+                f"and {GPU_TURNED}",
+            )
+        if pool is not None and _beyond_reach(pool):
             return Choice("xla", f"a pool of {pool.size:,} bytes is more than offsets reach")
     return Choice(kernels.platform, "a kernel over ragged pages")
 
@@ -96,8 +116,8 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
         found["grouped products"] = _joined(grouped)
     if config.split.axes("context"):
         found["attention"] = Choice("xla", "devices share the context, whose parts are joined")
-    elif config.latent is not None and kernels.platform in ("tpu", "gpu"):
-        found["attention"] = Choice("xla", "latent attention has no kernel of its own so far")
+    elif config.latent is not None:
+        found["attention"] = latent_choice(kernels, config.latent.kv_rank, config.latent.width)
     else:
         found["attention"] = attention_choice(kernels, config.head_dim)
     if kernels.platform in ("tpu", "gpu"):
@@ -105,6 +125,11 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
     else:
         found["sampling"] = _plain(kernels)
     return found
+
+
+def _beyond_reach(pool: jax.Array) -> bool:
+    """Whether Triton's 32-bit offsets do not reach all of a pool of one-byte pages."""
+    return pool.dtype.itemsize == 1 and pool.size > _GPU_POOL
 
 
 def _plain(kernels: Kernels) -> Choice:

@@ -12,7 +12,13 @@ from ..config import Kernels
 from ..errors import StokerError
 from ..quantized import QuantArray, Weight, densify
 from . import cpu, elementwise, xla
-from .choices import attention_choice, grouped_choice, implementation, product_choice
+from .choices import (
+    attention_choice,
+    grouped_choice,
+    implementation,
+    latent_choice,
+    product_choice,
+)
 from .elementwise import gated, rotate
 from .layout import Layout
 from .quant_pages import Pages, tpu_values_by_token
@@ -267,7 +273,9 @@ def latent_attention(
             q, latent, pages, layout, rank=rank, scale=scale, norm=norm, turn=turn
         )
     q, latent = _latent_rows(q, latent, rank, norm, turn)
-    return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
+    chosen = latent_choice(kernels, rank, q.shape[-1], pages).implementation
+    attend = xla.latent_attention if chosen == "xla" else implementation(chosen).latent_attention
+    return attend(q, latent, pages, layout, rank=rank, scale=scale)
 
 
 def shared_latent_attention(

@@ -1,6 +1,7 @@
 """Pallas kernels for GPUs, compiled by Triton."""
 
 from .attention import attention
+from .latent import latent_attention
 from .matmul import grouped_matmul, matmul, why_unsupported
 
-__all__ = ["attention", "grouped_matmul", "matmul", "why_unsupported"]
+__all__ = ["attention", "grouped_matmul", "latent_attention", "matmul", "why_unsupported"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..blocks import block_size, query_blocks
+from ..blocks import QueryBlocks, block_size, query_blocks
 from ..layout import Layout
 from ..quant_pages import Pages, QuantPages, tpu_values_by_token
 from .append import append
 from .common import EXACT, LANES, VMEM_BYTES
 
-_MASKED = -1e30
+#: The score of a key that a row does not see.
+MASKED = -1e30
 #: Rows of queries (of one KV head) that share a reading of the keys: about where products on the
 #: matrix units take as long as the reading does.
 ROWS = 256
@@ -28,8 +30,12 @@ BLOCK_BYTES = 2 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """What the kernel knows when it is compiled; `pages` are those of a round of its loop."""
+class Sizes:
+    """What the kernel knows when it is compiled.
+
+    `pages` are those of a round of its loop, `values` the width of what is summed up, and `pools`
+    the arrays of pages.
+    """
 
     G: int
     Z: int
@@ -42,6 +48,8 @@ class _Sizes:
     quantised: bool
     sinks: bool
     by_token: bool
+    values: int
+    pools: int
 
 
 def attention(
@@ -95,11 +103,11 @@ def attention(
     blocks = query_blocks(layout, T, size)
     queries = blocks.gather(q, K)
     quantised = isinstance(k_pages, QuantPages)
-    sizes = _Sizes(
+    sizes = Sizes(
         G=G,
         Z=Z,
         M=M,
-        pages=_pages_at_once(k_pages, v_pages, M),
+        pages=pages_at_once((k_pages, v_pages), M, 8),
         size=size,
         scale=scale,
         window=window,
@@ -107,34 +115,44 @@ def attention(
         quantised=quantised,
         sinks=sinks is not None,
         by_token=tpu_values_by_token(H),
+        values=H,
+        pools=4 if quantised else 2,
     )
-    out = _call(queries, sinks, k_pages, v_pages, layout, blocks, sizes, interpret)
+    pools = jax.tree.leaves((k_pages, v_pages))
+    out = call(queries, sinks, pools, layout, blocks, sizes, _attend, interpret)
     out = blocks.scatter(out, layout, T, M * Z)
     return out.astype(q.dtype), k_pages, v_pages
 
 
-def _pages_at_once(k_pages: Pages, v_pages: Pages, M: int) -> int:
-    """Pages of a round of the loop."""
-    leaves = jax.tree.leaves((k_pages, v_pages))
-    page_bytes = sum(leaf.nbytes // leaf.shape[0] for leaf in leaves)
-    return max(1, min(BLOCK_BYTES // page_bytes, M, 8))
+def pages_at_once(pools: Any, M: int, most: int) -> int:
+    """Pages of a round of the loop, of the M that a slot has."""
+    page_bytes = sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(pools))
+    return max(1, min(BLOCK_BYTES // page_bytes, M, most))
 
 
-def _call(
+def call(
     queries: jax.Array,
     sinks: jax.Array | None,
-    k_pages: Pages,
-    v_pages: Pages,
+    pools: Sequence[jax.Array],
     layout: Layout,
-    blocks: Any,
-    sizes: _Sizes,
+    blocks: QueryBlocks,
+    sizes: Sizes,
+    attend: Callable[..., None],
     interpret: Any,
+    name: str = "stoker_attention",
 ) -> jax.Array:
+    """The kernel over `queries [W, K, R, H]`; `attend` adds a round of pages, as `_attend` does.
+
+    Returns:
+      `[W, K, R, sizes.values]`.
+    """
     W, K, R, H = queries.shape
-    n = sizes.pages
-    pools = jax.tree.leaves((k_pages, v_pages))
-    own = pl.BlockSpec((1, K, R, H), lambda w, *_: (w, 0, 0, 0))
-    operands, specs = [queries], [own]
+    n, V = sizes.pages, sizes.values
+
+    def own(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, K, R, width), lambda w, *_: (w, 0, 0, 0))
+
+    operands, specs = [queries], [own(H)]
     if sinks is not None:
         wide = jnp.broadcast_to(
             sinks.astype(jnp.float32).reshape(K, 1, sizes.G, 1), (K, sizes.size, sizes.G, LANES)
@@ -142,19 +160,19 @@ def _call(
         operands.append(wide.reshape(K, R, LANES))
         specs.append(pl.BlockSpec((K, R, LANES), lambda w, *_: (0, 0, 0)))
     return pl.pallas_call(
-        functools.partial(_kernel, sizes=sizes),
-        out_shape=jax.ShapeDtypeStruct((W, K, R, H), queries.dtype),
+        functools.partial(_kernel, sizes=sizes, attend=attend),
+        out_shape=jax.ShapeDtypeStruct((W, K, R, V), queries.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(W,),
             in_specs=[*specs, *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools)],
-            out_specs=own,
+            out_specs=own(V),
             scratch_shapes=[
                 *(pltpu.VMEM((2, n, *pool.shape[1:]), pool.dtype) for pool in pools),
                 pltpu.SemaphoreType.DMA((2, len(pools))),
                 pltpu.VMEM((K, R, LANES), jnp.float32),
                 pltpu.VMEM((K, R, LANES), jnp.float32),
-                pltpu.VMEM((K, R, H), jnp.float32),
+                pltpu.VMEM((K, R, V), jnp.float32),
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
@@ -162,7 +180,7 @@ def _call(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpret,
-        name="stoker_attention",
+        name=name,
     )(
         blocks.slot,
         blocks.position,
@@ -182,11 +200,12 @@ def _kernel(
     table_ref: Any,
     q_ref: Any,
     *refs: Any,
-    sizes: _Sizes,
+    sizes: Sizes,
+    attend: Callable[..., None],
 ) -> None:
     """One block of queries, `q_ref [1, K, R, H]`."""
     sink_ref, refs = (refs[0], refs[1:]) if sizes.sinks else (None, refs)
-    n_pools = 4 if sizes.quantised else 2
+    n_pools = sizes.pools
     pools, out_ref, buffers = refs[:n_pools], refs[n_pools], refs[n_pools + 1 : 2 * n_pools + 1]
     arrived, peak_ref, total_ref, sum_ref, turn_ref = refs[2 * n_pools + 1 :]
     w = pl.program_id(0)
@@ -223,7 +242,7 @@ def _kernel(
         rounds = (last - first) // n + 1
         begin = turn_ref[0]
         if sink_ref is None:
-            peak_ref[...] = jnp.full(peak_ref.shape, _MASKED, jnp.float32)
+            peak_ref[...] = jnp.full(peak_ref.shape, MASKED, jnp.float32)
             total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         else:
             peak_ref[...] = sink_ref[...]
@@ -242,7 +261,7 @@ def _kernel(
                 copies(w + 1, 0, 1 - turn, lambda copy: copy.start())
 
             copies(w, round_, turn, lambda copy: copy.wait())
-            _attend(
+            attend(
                 q_ref,
                 [buffer.at[turn] for buffer in buffers],
                 (peak_ref, total_ref, sum_ref),
@@ -266,16 +285,12 @@ def _attend(
     position: Any,
     last: Any,
     start: Any,
-    sizes: _Sizes,
+    sizes: Sizes,
 ) -> None:
     """Adds a round of pages, whose first token has position `start`, to the online softmax."""
     K, R = q_ref.shape[1:3]
     Z, n = sizes.Z, sizes.pages
-    key = start + jax.lax.broadcasted_iota(jnp.int32, (R, n * Z), 1)
-    row = position + jax.lax.broadcasted_iota(jnp.int32, (R, n * Z), 0) // sizes.G
-    seen = key <= jnp.minimum(row, last)
-    if sizes.window:
-        seen &= key > row - sizes.window
+    seen = visible(R, position, last, start, sizes)
     k_ref, v_ref = buffers[0], buffers[2 if sizes.quantised else 1]
     narrow = all(ref.dtype != jnp.float32 for ref in (q_ref, k_ref))
     work = jnp.bfloat16 if narrow else jnp.float32
@@ -286,7 +301,7 @@ def _attend(
         queries = q_ref[0, h].astype(work)
         scores = []
         for j in range(n):
-            keys = _widen(k_ref[j, h], work)
+            keys = widen(k_ref[j, h], work)
             part = jnp.dot(queries, keys, precision=precision, preferred_element_type=jnp.float32)
             if sizes.quantised:
                 part = part * buffers[1][j, pl.ds(h, 1), :]
@@ -295,17 +310,11 @@ def _attend(
         score = score * sizes.scale
         if sizes.softcap:
             score = sizes.softcap * jnp.tanh(score / sizes.softcap)
-        score = jnp.where(seen, score, _MASKED)
-        old_peak = peak_ref[h]
-        peak = jnp.maximum(old_peak, score.max(axis=1, keepdims=True))
-        decay = jnp.exp(old_peak - peak)
-        weights = jnp.exp(score - peak[:, :1])
-        peak_ref[h] = peak
-        total_ref[h] = total_ref[h] * decay + weights.sum(axis=1, keepdims=True)
-        added = sum_ref[h] * decay[:, :1]
+        weights, decay = fold(jnp.where(seen, score, MASKED), peak_ref.at[h], total_ref.at[h])
+        added = sum_ref[h] * decay
         for j in range(n):
             part = weights[:, j * Z : (j + 1) * Z]
-            values = _widen(v_ref[j, h], work)
+            values = widen(v_ref[j, h], work)
             # A weight of zero does not silence a NaN that an earlier owner left in the page.
             axis = 0 if sizes.by_token else 1
             token = start + j * Z + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
@@ -329,7 +338,31 @@ def _attend(
         pl.loop(0, K)(head)
 
 
-def _widen(values: jax.Array, work: Any) -> jax.Array:
+def visible(R: int, position: Any, last: Any, start: Any, sizes: Sizes) -> jax.Array:
+    """Which keys of a round each of R rows sees, bool `[R, pages * Z]`."""
+    shape = (R, sizes.pages * sizes.Z)
+    key = start + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    row = position + jax.lax.broadcasted_iota(jnp.int32, shape, 0) // sizes.G
+    seen = key <= jnp.minimum(row, last)
+    return seen & (key > row - sizes.window) if sizes.window else seen
+
+
+def fold(score: jax.Array, peak_ref: Any, total_ref: Any) -> tuple[jax.Array, jax.Array]:
+    """Takes scores `[R, C]` into the softmax; those that do not count are `MASKED`.
+
+    Returns:
+      Weights `[R, C]`, and what earlier sums shrink by, `[R, 1]`.
+    """
+    old_peak = peak_ref[...]
+    peak = jnp.maximum(old_peak, score.max(axis=1, keepdims=True))
+    decay = jnp.exp(old_peak - peak)
+    weights = jnp.exp(score - peak[:, :1])
+    peak_ref[...] = peak
+    total_ref[...] = total_ref[...] * decay + weights.sum(axis=1, keepdims=True)
+    return weights, decay[:, :1]
+
+
+def widen(values: jax.Array, work: Any) -> jax.Array:
     """Numbers of a page as operands of a product; integers pass through float32."""
     if jnp.issubdtype(values.dtype, jnp.integer):
         return values.astype(jnp.float32).astype(work)

@@ -16,6 +16,15 @@ from stoker.models.ops.layout import Layout
 
 R, ROPE, N, Z, M = 24, 8, 4, 16, 12
 RNG = np.random.default_rng(0)
+#: What kernels are compared on beside `(N, R, ROPE, Z)` above: every number of heads, width, page
+#: and type that matters, in few steps. The last is DeepSeek's own width.
+GRID = {
+    "many_heads": ((128, 24, 8, 16), [1, 0, 1], [40, 9, 0], "float32"),
+    "odd_heads": ((6, 32, 16, 128), [3, 1], [130, 200], "float32"),
+    "heads_and_rows": ((16, 24, 8, 64), [0, 9, 1], [0, 60, 5], "bfloat16"),
+    "float8": ((16, 32, 16, 32), [1, 2], [70, 1], "float8_e4m3fn"),
+    "real": ((16, 512, 64, 16), [1, 2], [33, 0], "bfloat16"),
+}
 
 
 def expanded(q: np.ndarray, latents: np.ndarray, scale: float) -> np.ndarray:
@@ -26,17 +35,25 @@ def expanded(q: np.ndarray, latents: np.ndarray, scale: float) -> np.ndarray:
     return np.einsum("nc,cr->nr", weights, latents[:, :R])
 
 
-def case(rows: list[int], cached: list[int], padding: int):
-    """Slots with so many new rows on so many cached tokens, on scattered pages full of NaN."""
+def case(rows: list[int], cached: list[int], padding: int, sizes=(N, R, ROPE, Z), dtype="float32"):
+    """Slots with so many new rows on so many cached tokens, on scattered pages full of NaN.
+
+    Numbers are such as `dtype` holds.
+    """
+    N, R, ROPE, Z = sizes
     S, T = len(rows), sum(rows) + padding
     table = (1 + RNG.permutation(S * M)).reshape(S, M).astype(np.int32)
     pages = np.full((1 + S * M, Z, R + ROPE), np.nan, np.float32)
     pages[0] = 0
-    histories = [RNG.normal(size=(c + r, R + ROPE)) for c, r in zip(cached, rows, strict=True)]
+
+    def normal(*shape: int) -> np.ndarray:
+        return np.asarray(jnp.asarray(RNG.normal(size=shape), dtype), np.float64)
+
+    histories = [normal(c + r, R + ROPE) for c, r in zip(cached, rows, strict=True)]
     for s, history in enumerate(histories):
         for p in range(cached[s]):
             pages[table[s, p // Z], p % Z] = history[p]
-    q = RNG.normal(size=(T, N, R + ROPE))
+    q = normal(T, N, R + ROPE)
     new = [history[c:] for history, c in zip(histories, cached, strict=True)]
     latent = np.concatenate([*new, np.ones((padding, R + ROPE))])
     layout = Layout(
