@@ -42,7 +42,7 @@ def implementation(name: str) -> ModuleType:
 
 
 def product_choice(kernels: Kernels, weight: Any) -> Choice:
-    """Who multiplies with `weight [R, C]`."""
+    """Who multiplies with `weight [R, C]`, or each head of rows with its own of `[N, R, C]`."""
     if kernels.platform in ("xla", "cpu"):
         return _plain(kernels)
     if not isinstance(weight, QuantArray):
@@ -77,9 +77,7 @@ def attention_choice(kernels: Kernels, head_dim: int, pool: jax.Array | None = N
     return Choice(kernels.platform, "a kernel over ragged pages")
 
 
-def latent_choice(
-    kernels: Kernels, rank: int, width: int, pool: jax.Array | None = None
-) -> Choice:
+def latent_choice(kernels: Kernels, rank: int, width: int, pool: jax.Array | None = None) -> Choice:
     """Who attends to latent vectors of that width, of which the first R are the value."""
     if kernels.platform in ("xla", "cpu"):
         return _plain(kernels)
@@ -104,14 +102,18 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
         of them; without them, products are those of dense weights.
 
     Returns:
-      By operation: "products" and "grouped products" (where implementations differ between weights,
-      the reason tells how many each has), "attention" and "sampling".
+      By operation: "products", "head products" and "grouped products" (where implementations differ
+      between weights, the reason tells how many each has), "attention" and "sampling".
     """
     kernels = config.kernels
     matrices = [weight for weight in weights if weight.ndim > 1]
     products = [product_choice(kernels, weight) for weight in matrices if weight.ndim == 2]
-    grouped = [grouped_choice(kernels, weight) for weight in matrices if weight.ndim == 3]
+    stacked = [(_of_heads(config, weight), weight) for weight in matrices if weight.ndim == 3]
+    heads = [product_choice(kernels, weight) for of_heads, weight in stacked if of_heads]
+    grouped = [grouped_choice(kernels, weight) for of_heads, weight in stacked if not of_heads]
     found = {"products": _joined(products or [product_choice(kernels, None)])}
+    if heads:
+        found["head products"] = _joined(heads)
     if grouped:
         found["grouped products"] = _joined(grouped)
     if config.split.axes("context"):
@@ -125,6 +127,15 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
     else:
         found["sampling"] = _plain(kernels)
     return found
+
+
+def _of_heads(config: ModelConfig, weight: Any) -> bool:
+    """Whether `weight [N, R, C]` has a matrix of latent attention for each head."""
+    latent = config.latent
+    if latent is None:
+        return False
+    R = latent.kv_rank
+    return tuple(weight.shape[1:]) in ((R, latent.nope_dim), (latent.v_dim, R))
 
 
 def _beyond_reach(pool: jax.Array) -> bool:

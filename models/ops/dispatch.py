@@ -149,7 +149,11 @@ def head_matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
     The result has x's dtype. On the CPU, heads are the groups of `cpu.grouped_products`.
     """
     if kernels.platform != "cpu":
-        return xla.head_matmul(x, _plain(weight)).astype(x.dtype)
+        plain = _plain(weight)
+        chosen = product_choice(kernels, plain).implementation
+        if chosen == "xla":
+            return xla.head_matmul(x, plain).astype(x.dtype)
+        return implementation(chosen).head_matmul(x, plain, dtype=x.dtype)
     T, N, C = x.shape
     rows, sizes = x.swapaxes(0, 1).reshape(N * T, C), jnp.full(N, T, jnp.int32)
     (result,) = grouped_products(rows, (weight,), sizes, kernels)

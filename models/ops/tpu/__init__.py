@@ -2,6 +2,7 @@
 
 from .append import append
 from .attention import attention
+from .heads import head_matmul
 from .latent import latent_attention
 from .matmul import grouped_matmul, matmul
 from .widen import why_unsupported
@@ -10,6 +11,7 @@ __all__ = [
     "append",
     "attention",
     "grouped_matmul",
+    "head_matmul",
     "latent_attention",
     "matmul",
     "why_unsupported",
