@@ -153,7 +153,7 @@ def read_program(
         fits=total <= target.memory_bytes,
         cache_aliased=memory.alias_size_in_bytes >= cache_bytes,
         cache_copies=_cache_copies(hlo, cache),
-        dense_weights=_dense_weights(hlo, params),
+        dense_weights=dense_weights(hlo, params),
         collectives=hlo.collectives(),
         kernels=hlo.kernels(),
         compiler_bytes=compiler_bytes,
@@ -221,8 +221,8 @@ def _cache_copies(hlo: Program, cache: Any) -> int:
     return sum((one.results[0].dtype, one.results[0].shape) in kinds for one in copies)
 
 
-def _dense_weights(hlo: Program, params: Any) -> int:
-    """Arrays of floats that codes became, and that have the sizes of their matrix, in some order."""
+def dense_weights(hlo: Program, params: Any) -> int:
+    """Arrays of floats that codes became, with the sizes of their matrix in some order."""
     sizes = set()
     for weight in jax.tree.leaves(params, is_leaf=is_weight):
         if isinstance(weight, QuantArray):

@@ -5,42 +5,48 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import interpreted
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from stoker.models import ops
 from stoker.models.config import Kernels
-from stoker.models.ops import cpu, xla
+from stoker.models.ops import cpu, gpu, tpu, xla
 from stoker.models.ops.layout import Layout
 
 R, ROPE, N, Z, M = 24, 8, 4, 16, 12
 RNG = np.random.default_rng(0)
-#: What kernels are compared on beside `(N, R, ROPE, Z)` above: every number of heads, width, page
-#: and type that matters, in few steps. The last is DeepSeek's own width.
+#: What the Pallas kernels are compared on: heads, R, ROPE, Z and M; rows and cached tokens of each
+#: slot; and the type of pages. The last has DeepSeek's own widths.
 GRID = {
-    "many_heads": ((128, 24, 8, 16), [1, 0, 1], [40, 9, 0], "float32"),
-    "odd_heads": ((6, 32, 16, 128), [3, 1], [130, 200], "float32"),
-    "heads_and_rows": ((16, 24, 8, 64), [0, 9, 1], [0, 60, 5], "bfloat16"),
-    "float8": ((16, 32, 16, 32), [1, 2], [70, 1], "float8_e4m3fn"),
-    "real": ((16, 512, 64, 16), [1, 2], [33, 0], "bfloat16"),
+    "many_heads": ((128, 24, 8, 16, 3), [1, 0, 1], [40, 9, 0], "float8_e4m3fn"),
+    "odd_heads": ((6, 32, 16, 128, 2), [3, 1], [130, 200], "float32"),
+    "mixed": ((16, 24, 8, 64, 2), [0, 9, 1], [0, 60, 5], "bfloat16"),
+    "real": ((16, 512, 64, 16, 3), [1], [33], "bfloat16"),
+}
+PALLAS = {
+    "tpu": functools.partial(tpu.latent_attention, interpret=True),
+    "gpu": functools.partial(gpu.latent_attention, interpret=True),
 }
 
 
-def expanded(q: np.ndarray, latents: np.ndarray, scale: float) -> np.ndarray:
+def expanded(q: np.ndarray, latents: np.ndarray, scale: float, rank: int = R) -> np.ndarray:
     """One row `q [N, W]` over all of `latents [C, W]`: attention as it is defined, in float64."""
     scores = np.einsum("nw,cw->nc", q, latents) * scale
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("nc,cr->nr", weights, latents[:, :R])
+    return np.einsum("nc,cr->nr", weights, latents[:, :rank])
 
 
-def case(rows: list[int], cached: list[int], padding: int, sizes=(N, R, ROPE, Z), dtype="float32"):
+def case(
+    rows: list[int], cached: list[int], padding: int, sizes=(N, R, ROPE, Z, M), dtype="float32"
+):
     """Slots with so many new rows on so many cached tokens, on scattered pages full of NaN.
 
     Numbers are such as `dtype` holds.
     """
-    N, R, ROPE, Z = sizes
+    N, R, ROPE, Z, M = sizes
     S, T = len(rows), sum(rows) + padding
     table = (1 + RNG.permutation(S * M)).reshape(S, M).astype(np.int32)
     pages = np.full((1 + S * M, Z, R + ROPE), np.nan, np.float32)
@@ -82,25 +88,52 @@ def test_rows_equal_expanded_attention(name, rows, cached, padding) -> None:
     q, latent, pages, layout, histories = case(rows, cached, padding)
     arrays = (jnp.float32(q), jnp.float32(latent), jnp.asarray(pages))
     out, after = IMPLEMENTATIONS[name](*arrays, layout, rank=R, scale=0.3)
-    at = 0
+    check(out, after, q, layout, histories, 0.3)
+
+
+def check(out, after, q, layout, histories, scale, rank=R, tolerance=2e-5) -> None:
+    """Raises AssertionError unless output and pages are as expected."""
+    out, after = np.asarray(out, np.float64), np.asarray(after, np.float64)
+    starts = np.asarray(layout.query_start)
     for s, history in enumerate(histories):
-        for r in range(rows[s]):
-            want = expanded(q[at], history[: cached[s] + r + 1], 0.3)
-            np.testing.assert_allclose(out[at], want, atol=2e-5)
-            at += 1
+        first = len(history) - (starts[s + 1] - starts[s])
+        for at in range(starts[s], starts[s + 1]):
+            want = expanded(q[at], history[: first + at - starts[s] + 1], scale, rank)
+            np.testing.assert_allclose(out[at], want, rtol=tolerance, atol=tolerance)
         for p, vector in enumerate(history):
-            page = int(layout.page_table[s, p // Z])
-            np.testing.assert_allclose(after[page, p % Z], vector, rtol=1e-6)
+            page = int(layout.page_table[s, p // after.shape[1]])
+            held = after[page, p % after.shape[1]]
+            np.testing.assert_allclose(held[: len(vector)], vector, rtol=1e-6)
+            assert not held[len(vector) :].any()
     # Nothing but the slots' own tokens was written, padding aside.
     written = sum(map(len, histories))
-    assert np.isfinite(np.asarray(after[1:])).all(-1).sum() == written
+    assert np.isfinite(after[1:]).all(-1).sum() == written
 
 
-def test_a_row_past_its_pages_is_not_a_number_and_writes_nothing() -> None:
+@pytest.mark.parametrize("platform", PALLAS)
+@pytest.mark.parametrize("name", GRID)
+def test_pallas_kernels_equal_expanded_attention(name: str, platform: str) -> None:
+    sizes, rows, cached, dtype = GRID[name]
+    q, latent, pages, layout, histories = case(rows, cached, 3, sizes, dtype)
+    if platform == "tpu":
+        # Whole lanes, of which the last hold zeros.
+        pages = np.pad(pages, ((0, 0), (0, 0), (0, -pages.shape[2] % 128)))
+    work = "float32" if dtype == "float32" else "bfloat16"
+    arrays = (jnp.asarray(q, work), jnp.asarray(latent, work), jnp.asarray(pages, dtype))
+    scale = (sizes[1] + sizes[2]) ** -0.5
+    attend = functools.partial(PALLAS[platform], rank=sizes[1], scale=scale)
+    out, after = interpreted.run(attend, *arrays, layout)
+    check(out, after, q, layout, histories, scale, sizes[1], 2e-5 if dtype == "float32" else 2e-2)
+    assert not np.asarray(out, np.float32)[sum(rows) :].any()
+
+
+@pytest.mark.parametrize("platform", ["xla", "gpu"])
+def test_a_row_past_its_pages_is_not_a_number_and_writes_nothing(platform: str) -> None:
     q, latent, pages, layout, _ = case([1, 1], [M * Z - 1, 5], 0)
     layout = dataclasses.replace(layout, kv_lens=jnp.array([M * Z + 1, 6], jnp.int32))
     arrays = (jnp.float32(q), jnp.float32(latent), jnp.asarray(pages))
-    out, after = xla.latent_attention(*arrays, layout, rank=R, scale=0.3)
+    attend = functools.partial((PALLAS | IMPLEMENTATIONS)[platform], rank=R, scale=0.3)
+    out, after = interpreted.run(attend, *arrays, layout)
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
     own = np.asarray(layout.page_table[0])
     np.testing.assert_array_equal(after[own], pages[own])
