@@ -21,9 +21,10 @@ from .attention import EXACT, LEAST_ROWS, MASKED, dot, joined, zero
 ROWS, FLOAT32_ROWS = 64, 16
 #: Tokens that a program takes at once.
 TOKENS = 32
-#: Programs that keep a GPU busy: one to each of the 132 multiprocessors of an H100 or H200.
+#: Programs that run at once: one on each of the 132 multiprocessors of an H100 or H200, whose
+#: shared memory has no room for two.
 PROGRAMS = 132
-#: Least pages of a program's share: its sums are as large as those of 64 queries and no smaller.
+#: Least pages of a program's share: float32 sums of 64 queries are as many bytes as two pages.
 LEAST_PAGES = 4
 
 
@@ -91,7 +92,7 @@ def latent_attention(
         W=W,
         rank=rank,
         step=min(Z, TOKENS),
-        splits=max(1, min(-(-PROGRAMS // (queries.shape[0] * shares)), M // LEAST_PAGES)),
+        splits=max(1, min(PROGRAMS // (queries.shape[0] * shares), M // LEAST_PAGES)),
         scale=scale,
     )
     sums, peak, total = _call(queries, pages, layout, blocks, sizes, interpret)
