@@ -20,14 +20,13 @@ from .dispatch import (
     products,
     rms_norm,
     sample,
-    shared_attention,
-    shared_latent_attention,
 )
 from .elementwise import gated, rotary_tables, softcap
 from .layout import Layout
 from .mixture import combine, deal, route
 from .quant_pages import Pages, QuantPages, pack_pages
 from .sampling import Sampling, uniforms
+from .shared_attention import shared_attention, shared_latent_attention
 
 __all__ = [
     "AnyWeight",

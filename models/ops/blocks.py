@@ -120,30 +120,38 @@ class PageVisits:
     count: jax.Array
 
 
-def page_visits(layout: Layout, n_rows: int, page_tokens: int) -> PageVisits:
+def page_visits(
+    layout: Layout,
+    n_rows: int,
+    page_tokens: int,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> PageVisits:
     """The pages that the step's rows are appended to, slot by slot.
 
-    Rows past the last page of their slot's table are left out.
+    Rows past the last page of their slot's table are left out, and where a page's tokens are in
+    `shares` parts of `page_tokens` each, so are those of other parts.
     """
     S, M = layout.page_table.shape
-    Z = page_tokens
+    Z, whole = page_tokens, page_tokens * shares
     rows = jnp.diff(layout.query_start)
     first = layout.kv_lens - rows
-    last = jnp.minimum(layout.kv_lens, M * Z) - 1
-    pages = jnp.where((rows > 0) & (last >= first), last // Z - first // Z + 1, 0)
+    last = jnp.minimum(layout.kv_lens, M * whole) - 1
+    pages = jnp.where((rows > 0) & (last >= first), last // whole - first // whole + 1, 0)
     ends = jnp.cumsum(pages).astype(jnp.int32)
-    # n rows touch (n - 2) // Z + 2 pages at most, and no more than n.
+    # n rows touch (n - 2) // whole + 2 pages at most, and no more than n.
     owners = min(S, n_rows)
-    A = owners if layout.max_query == 1 else min(n_rows, n_rows // Z + 2 * owners)
+    A = owners if layout.max_query == 1 else min(n_rows, n_rows // whole + 2 * owners)
     visit = jnp.arange(A, dtype=jnp.int32)
     slot = jnp.minimum(jnp.searchsorted(ends, visit, side="right").astype(jnp.int32), S - 1)
-    number = first[slot] // Z + visit - (ends - pages)[slot]
-    start = jnp.maximum(number * Z, first[slot])
-    live = visit < ends[-1]
+    number = first[slot] // whole + visit - (ends - pages)[slot]
+    begin = number * whole + share * Z
+    start, end = jnp.maximum(begin, first[slot]), jnp.minimum(begin + Z, last[slot] + 1)
+    live = (visit < ends[-1]) & (start < end)
     page = layout.page_table[slot, jnp.clip(number, 0, M - 1)]
     return PageVisits(
         page=jnp.where(live, page, DUMP_PAGE),
         row=jnp.where(live, layout.query_start[slot] + start - first[slot], 0),
-        offset=jnp.where(live, start - number * Z, 0),
-        count=jnp.where(live, jnp.minimum((number + 1) * Z, last[slot] + 1) - start, 0),
+        offset=jnp.where(live, start - begin, 0),
+        count=jnp.where(live, end - start, 0),
     )

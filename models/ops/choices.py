@@ -37,7 +37,7 @@ class Choice:
 
 
 def implementation(name: str) -> ModuleType:
-    """The package of the Pallas kernels "tpu" or "gpu", which only their platform needs to load."""
+    """The package of that name; Pallas kernels, "tpu" or "gpu", only their platform needs."""
     return importlib.import_module(f".{name}", __package__)
 
 
@@ -116,12 +116,14 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
         found["head products"] = _joined(heads)
     if grouped:
         found["grouped products"] = _joined(grouped)
-    if config.split.axes("context"):
-        found["attention"] = Choice("xla", "devices share the context, whose parts are joined")
-    elif config.latent is not None:
-        found["attention"] = latent_choice(kernels, config.latent.kv_rank, config.latent.width)
+    if config.latent is not None:
+        attention = latent_choice(kernels, config.latent.kv_rank, config.latent.width)
     else:
-        found["attention"] = attention_choice(kernels, config.head_dim)
+        attention = attention_choice(kernels, config.head_dim)
+    if config.split.axes("context"):
+        why = f"{attention.why}, on each device's share of the context; parts are joined"
+        attention = dataclasses.replace(attention, why=why)
+    found["attention"] = attention
     if kernels.platform in ("tpu", "gpu"):
         found["sampling"] = Choice("xla", "XLA's sort and reductions serve")
     else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,25 +223,8 @@ def attention(
     Args and results as of `xla.attention`, which says more, but for q and k, which are not rotated
     yet, and `turn`: cosines and sines `[T, dims/2]` from `rotary_tables`.
     """
-    if kernels.platform == "cpu":
-        # `ModelConfig` sees to it that these are plain.
-        assert isinstance(k_pages, jax.Array), k_pages
-        assert isinstance(v_pages, jax.Array), v_pages
-        return cpu.attention(
-            *(q, k, v, k_pages, v_pages, layout),
-            turn=turn,
-            scale=scale,
-            sinks=sinks,
-            window=window,
-            softcap=softcap,
-        )
-    q, k = rotate(q, *turn), rotate(k, *turn)
-    chosen = attention_choice(kernels, q.shape[-1], jax.tree.leaves(k_pages)[0]).implementation
-    attend = functools.partial(xla.attention, by_token=_by_token(q, kernels))
-    if chosen != "xla":
-        attend = implementation(chosen).attention
-    return attend(
-        *(q, k, v, k_pages, v_pages, layout),
+    return _attend(
+        *("attention", kernels, turn, q, k, v, k_pages, v_pages, layout),
         scale=scale,
         sinks=sinks,
         window=window,
@@ -249,9 +232,63 @@ def attention(
     )
 
 
-def _by_token(q: jax.Array, kernels: Kernels) -> bool:
-    """How the values lie that the pages of these kernels hold."""
-    return kernels.platform != "tpu" or tpu_values_by_token(q.shape[-1])
+def partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    layout: Layout,
+    kernels: Kernels,
+    *,
+    share: jax.Array | int,
+    shares: int,
+    turn: tuple[jax.Array, jax.Array],
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[jax.Array, jax.Array, Pages, Pages]:
+    """`attention` over one of `shares` shares of each page's tokens; see `xla.partial_attention`.
+
+    By the implementation that serves `attention`.
+    """
+    return _attend(
+        *("partial_attention", kernels, turn, q, k, v, k_pages, v_pages, layout),
+        share=share,
+        shares=shares,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+
+
+def _attend(
+    operation: str,
+    kernels: Kernels,
+    turn: tuple[jax.Array, jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    layout: Layout,
+    **options: Any,
+) -> Any:
+    """What the implementation of that name returns; `options` are passed on."""
+    if kernels.platform == "cpu":
+        # `ModelConfig` sees to it that these are plain.
+        assert isinstance(k_pages, jax.Array), k_pages
+        assert isinstance(v_pages, jax.Array), v_pages
+        attend = getattr(cpu, operation)
+        return attend(q, k, v, k_pages, v_pages, layout, turn=turn, **options)
+    q, k = rotate(q, *turn), rotate(k, *turn)
+    chosen = attention_choice(kernels, q.shape[-1], jax.tree.leaves(k_pages)[0]).implementation
+    if chosen == "xla":
+        options["by_token"] = kernels.platform != "tpu" or tpu_values_by_token(q.shape[-1])
+        attend = getattr(xla, operation)
+    else:
+        attend = getattr(implementation(chosen), operation)
+    return attend(q, k, v, k_pages, v_pages, layout, **options)
 
 
 def latent_attention(
@@ -276,73 +313,41 @@ def latent_attention(
         return cpu.latent_attention(
             q, latent, pages, layout, rank=rank, scale=scale, norm=norm, turn=turn
         )
-    q, latent = _latent_rows(q, latent, rank, norm, turn)
+    q, latent = latent_rows(q, latent, rank, norm, turn)
     chosen = latent_choice(kernels, rank, q.shape[-1], pages).implementation
-    attend = xla.latent_attention if chosen == "xla" else implementation(chosen).latent_attention
+    attend = implementation(chosen).latent_attention
     return attend(q, latent, pages, layout, rank=rank, scale=scale)
 
 
-def shared_latent_attention(
+def partial_latent_attention(
     q: jax.Array,
     latent: jax.Array,
     pages: jax.Array,
     layout: Layout,
     kernels: Kernels,
     *,
-    axes: Sequence[str],
-    norm: Norm,
-    turn: tuple[jax.Array, jax.Array],
+    share: jax.Array | int,
+    shares: int,
     rank: int,
     scale: float,
-) -> tuple[jax.Array, jax.Array]:
-    """`latent_attention` of this device's rows, where the devices of `axes` share the pages.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`latent_attention` of normed and rotated rows over one of `shares` shares of each page.
 
-    The reference on every platform. See `xla.shared_latent_attention`, which says more.
+    By the implementation that serves `latent_attention`; see `xla.partial_latent_attention`.
     """
-    q, latent = _latent_rows(q, latent, rank, norm, turn)
-    return xla.shared_latent_attention(q, latent, pages, layout, axes=axes, rank=rank, scale=scale)
+    chosen = latent_choice(kernels, rank, q.shape[-1], pages).implementation
+    return implementation(chosen).partial_latent_attention(
+        q, latent, pages, layout, rank=rank, scale=scale, share=share, shares=shares
+    )
 
 
-def _latent_rows(
+def latent_rows(
     q: jax.Array, latent: jax.Array, rank: int, norm: Norm, turn: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Queries `[T, N, W]` and latent vectors `[T, W]`, rotated past `rank` and normed before it."""
     q = jnp.concatenate([q[..., :rank], rotate(q[..., rank:], *turn)], axis=-1)
     key = rotate(latent[:, None, rank:], *turn)[:, 0]
     return q, jnp.concatenate([elementwise.rms_norm(latent[:, :rank], *norm), key], axis=-1)
-
-
-def shared_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_pages: Pages,
-    v_pages: Pages,
-    layout: Layout,
-    kernels: Kernels,
-    *,
-    axes: Sequence[str],
-    turn: tuple[jax.Array, jax.Array],
-    scale: float,
-    sinks: jax.Array | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> tuple[jax.Array, Pages, Pages]:
-    """`attention` of this device's rows, where the devices of `axes` share each page's tokens.
-
-    The reference on every platform: the CPU kernels do not return what parts are joined by. See
-    `xla.shared_attention`, which says more.
-    """
-    return xla.shared_attention(
-        *(q, k, v, k_pages, v_pages, layout),
-        axes=axes,
-        turn=turn,
-        scale=scale,
-        sinks=sinks,
-        window=window,
-        softcap=softcap,
-        by_token=_by_token(q, kernels),
-    )
 
 
 def sample(

@@ -10,5 +10,9 @@ import jax
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, jitted with the compiler's optimisations off."""
-    compiled = jax.jit(function).lower(*args)
-    return compiled.compile(compiler_options={"xla_backend_optimization_level": 0})(*args)
+    return jitted(function)(*args)
+
+
+def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, likewise, to be compiled once for several calls."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})

@@ -1,6 +1,7 @@
 """Whole engines on meshes of forced host devices, against one device.
 
-Run as `python -m mesh_engines MODEL MESH ...`, in a process of its own. Prints "equal".
+Run as `python -m mesh_engines MODEL MESH ...`, in a process of its own; `cpu/MESH` is one with the
+CPU kernels. Prints "equal".
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from stoker.engine.engine import Engine
 from stoker.engine.replies import Reply
 from stoker.engine.shapes import Shapes
 from stoker.models.loading import Model
+from stoker.models.ops import choices
 from stoker.models.placing.placed_model import place_model
 from stoker.models.random_weights import random_weights
 
@@ -49,12 +51,12 @@ def same(found: list[Reply], expected: list[Reply]) -> None:
     np.testing.assert_allclose(*scored, atol=1e-4)
 
 
-def long_prompt(model: Model, text: str) -> None:
-    """A prompt of 200 tokens where each device has pages for 64: four share them."""
+def long_prompt(model: Model, shared: Model) -> None:
+    """A prompt of 200 tokens where each of the devices of `shared` has pages for 64."""
     prompt = np.random.default_rng(6).integers(0, 512, 200).tolist()
     shapes = Shapes(decode=(1,), rows=(32,), sequences=(1,), score=32)
     ids = []
-    for placed, pages in ((model, 14), (place_model(model, mesh_of(text)), 4)):
+    for placed, pages in ((model, 14), (shared, 4)):
         engine = Engine(placed, slots=1, context=224, pages=pages, shapes=shapes)
         ids.append(engine.generate([prompt], GREEDY, progress=False)[0].ids)
         for leaf in jax.tree.leaves(engine.runner.device.cache):
@@ -68,11 +70,14 @@ def main(kind: str, meshes: list[str]) -> None:
     plain = case(name)
     model = tiny_model(plain, random_weights(plain, weights) if weights else random_params(plain))
     expected = replies(model)
-    for text in meshes:
-        own = dataclasses.replace(model, config=case(name, kernels or "xla"))
-        same(replies(place_model(own, mesh_of(text))), expected)
-    if "sequence:4" in meshes:
-        long_prompt(model, "sequence:4")
+    for job in meshes:
+        own, _, text = job.rpartition("/")
+        config = case(name, own or kernels or "xla")
+        placed = place_model(dataclasses.replace(model, config=config), mesh_of(text))
+        assert choices(placed.config)["attention"].implementation == config.kernels.platform
+        same(replies(placed), expected)
+        if text == "sequence:4":
+            long_prompt(model, placed)
     print("equal")
 
 

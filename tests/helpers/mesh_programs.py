@@ -1,7 +1,8 @@
 """What steps compiled for a mesh hold, as JSON; nothing is allocated.
 
 Run as `python -m mesh_programs TOPOLOGY CASE/MESH/STEP ...`, in a process of its own: `host` for
-forced host devices, or a slice of TPUs such as `v5e:2x4`, which need not be there.
+forced host devices, or a slice of TPUs such as `v5e:2x4`, which need not be there. Kernels are the
+reference, or follow the step: `prefill+cpu`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def program(topology: str, job: str) -> dict[str, Any]:
         description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
         devices = description.devices[: math.prod(axes.values())]
     mesh = make_mesh(axes, devices)
-    config = LARGE[name] if name in LARGE else case(name)
+    step, _, kernels = step.partition("+")
+    config = LARGE[name] if name in LARGE else case(name, kernels or "xla")
     if layers:
         config = dataclasses.replace(config, n_layers=int(layers))
     config = split_config(config, mesh)
@@ -89,6 +91,7 @@ def program(topology: str, job: str) -> dict[str, Any]:
         "collectives": collectives(made),
         "largest_gather": largest_gather(made),
         "copies": cache_copies(made, pages),
+        "attention": (made.as_text() or "").count('custom_call_target="stoker_attention"'),
         "argument_bytes": memory.argument_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,

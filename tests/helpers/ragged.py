@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from stoker.models.ops import Layout
+from stoker.models.ops.partial import NOTHING
 from stoker.models.ops.quant_pages import Pages, QuantPages, widen
 
 #: Axes that turn pages [P, Z, K, H] into [P, K, H, Z] and [P, K, Z, H].
@@ -162,6 +164,45 @@ def check(step: Step, result: tuple[jax.Array, Pages, Pages], tolerance: float) 
         )
 
 
+def check_shares(step: Step, attend: Callable[..., Any], shares: int, tolerance: float) -> None:
+    """Raises AssertionError unless `shares` parts of each page make up output and pages.
+
+    `attend` takes which part it is, int32, and what a `partial_attention` takes first.
+    """
+    # Scales are [P, K, Z]; keys [P, K, H, Z], values perhaps [P, K, Z, H].
+    axes = [2 if axes == VALUES else 3 for axes in step.axes]
+    cut = [
+        jax.tree.map(lambda x, axis=axis: jnp.split(x, shares, min(axis, x.ndim - 1)), pages)
+        for pages, axis in zip(step.arrays[3:], axes, strict=True)
+    ]
+    outs, sums, after = [], [], []
+    for share in range(shares):
+        pools = (
+            jax.tree.map(lambda parts, share=share: parts[share], pages, is_leaf=_is_list)
+            for pages in cut
+        )
+        out, lse, *pools = attend(jnp.int32(share), *step.arrays[:3], *pools, step.layout)
+        # Where a row sees nothing, its output means nothing.
+        outs.append(np.where(np.asarray(lse)[..., None] > NOTHING / 2, np.float64(out), 0))
+        sums.append(np.float64(lse))
+        after.append(pools)
+    sinks = np.float64(step.options.get("sinks", -np.inf))
+    peak = np.maximum(np.max(sums, axis=0), sinks)
+    weights = [np.exp(x - peak)[..., None] for x in sums]
+    total = sum(weights) + np.exp(sinks - peak)[..., None]
+    whole = sum(out * weight for out, weight in zip(outs, weights, strict=True)) / total
+    whole[int(step.layout.query_start[-1]) :] = 0  # padding means nothing
+    joined = (
+        jax.tree.map(lambda *x, axis=axis: jnp.concatenate(x, min(axis, x[0].ndim - 1)), *parts)
+        for parts, axis in zip(zip(*after, strict=True), axes, strict=True)
+    )
+    check(step, (whole, *joined), tolerance)
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, list)
+
+
 #: What both Pallas attentions are compared on: every group size, head width, page size, feature and
 #: page type that matters, in few steps. Slots without rows have meaningless lengths.
 GRID = {
@@ -184,3 +225,9 @@ GRID = {
 #: Largest error beside float64, relative and absolute. Float32 operands are multiplied exactly;
 #: bfloat16 ones leave the rounding of softmax weights (2**-9 of each) and of the output.
 TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
+#: Steps whose pages are cut in four: rows that see nothing of a part, at its first and last token,
+#: windows over pages given up, and prompts that fill several pages.
+SHARED = {
+    "mixed": Case((70, 1, 1, 0, 1), (150, 17, 64, 9, 3), N=4, K=2, Z=64, sinks=True, softcap=3.0),
+    "unseen": Case((20, 1, 1), (150, 145, 129), N=2, K=1, Z=64, window=20, padding=1),
+}

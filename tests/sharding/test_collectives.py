@@ -70,7 +70,7 @@ HOST = {
         "tensor:8/decode",
         "data:2,tensor:2/prefill",
         "data:8/decode",
-        "sequence:2,tensor:2/prefill",
+        "sequence:2,tensor:2/prefill+cpu",
     ),
     "experts": ("expert:4/prefill", "expert:2,tensor:2/decode"),
     "six_heads": ("tensor:2/decode",),
@@ -85,6 +85,7 @@ def test_steps_hold_exactly_the_collectives_that_they_need(
     jobs = [f"{name}/{job}" for job in HOST[name]]
     for job, found in zip(jobs, programs(helpers_on_path, "host", *jobs), strict=True):
         check(found, job.split("/")[1], full_norms=name == "six_heads")
+        assert found["attention"] == (LAYERS if job.endswith("+cpu") else 0)
 
 
 @pytest.mark.compile

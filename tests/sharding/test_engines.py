@@ -9,7 +9,7 @@ from eight_devices import on_eight_devices
 @pytest.mark.parametrize(
     ("kind", "meshes"),
     [
-        ("plain", ["data:2,tensor:2", "sequence:4"]),
+        ("plain", ["data:2,tensor:2", "cpu/sequence:4"]),
         ("smollm2", ["tensor:2"]),
         ("experts+int4+cpu", ["data:2,expert:2,tensor:2"]),
     ],

@@ -11,9 +11,9 @@ JOBS = {
     "smollm2": ["smollm2/tensor:2/sequence:2,tensor:4"],
     "few_kv_heads": ["groups/tensor:8", "one_kv_head/tensor:4"],
     "norms": ["six_heads/tensor:4"],
-    "window": ["window/sequence:4", "window+float32+cpu/tensor:2"],
+    "window": ["window/sequence:4", "window+float32+cpu/tensor:2/sequence:4"],
     "experts": ["experts/expert:4/data:2,expert:2,tensor:2", "shared_expert/expert:2,tensor:2"],
-    "latent": ["latent/tensor:2/sequence:2,tensor:2"],
+    "latent": ["latent/tensor:2/sequence:2,tensor:2", "latent+float32+cpu/sequence:4"],
     "quantised": [
         "plain+int4+cpu/tensor:8",
         "plain+int8/tensor:4",

@@ -1,8 +1,8 @@
 """C++ kernels for the CPU, called through XLA's foreign-function interface."""
 
-from .attention import attention
+from .attention import attention, partial_attention
 from .grouped import grouped_gated_matmul, grouped_products
-from .latent import latent_attention
+from .latent import latent_attention, partial_latent_attention
 from .library import ISAS, Library, load, why_unavailable
 from .matmul import gated_matmul, matmul, products
 from .packed import PackedArray, can_pack, pack, unpack
@@ -28,6 +28,8 @@ __all__ = [
     "logsumexp",
     "matmul",
     "pack",
+    "partial_attention",
+    "partial_latent_attention",
     "peak_operations",
     "prepare",
     "products",

@@ -1,7 +1,9 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 namespace stoker {
@@ -32,6 +34,20 @@ int64_t first_seen(const Attention& a, int64_t pos) {
   return a.window > 0 ? std::max<int64_t>(0, pos - a.window + 1) : 0;
 }
 
+// How many of a sequence's first `n` tokens these pages hold. What follows counts tokens of a slot
+// as they lie in its pages; positions are those of the sequence.
+int64_t held(const Attention& a, int64_t n) {
+  if (a.shares == 1) return n;
+  const int64_t whole = a.shares * a.Z;
+  return n / whole * a.Z + std::clamp<int64_t>(n % whole - a.share * a.Z, 0, a.Z);
+}
+
+int64_t length(const Attention& a, int64_t slot) { return held(a, a.kv_lens[slot]); }
+
+// The tokens that the row at `pos` sees: [low, high).
+int64_t low_seen(const Attention& a, int64_t pos) { return held(a, first_seen(a, pos)); }
+int64_t high_seen(const Attention& a, int64_t pos) { return held(a, pos + 1); }
+
 std::string check(const Attention& a) {
   for (int64_t s = 0; s < a.S; ++s) {
     const int64_t from = a.query_start[s], to = a.query_start[s + 1];
@@ -41,12 +57,12 @@ std::string check(const Attention& a) {
              std::to_string(a.T) + "; query_start must rise from 0 to at most T";
     }
     if (to == from) continue;
-    const int64_t length = a.kv_lens[s];
-    if (length < to - from || length > a.M * a.Z) {
-      return slot + " has " + std::to_string(length) + " cached tokens; it needs at least its " +
-             std::to_string(to - from) + " rows and at most " + std::to_string(a.M * a.Z);
+    const int64_t tokens = a.kv_lens[s], most = a.M * a.Z * a.shares;
+    if (tokens < to - from || tokens > most) {
+      return slot + " has " + std::to_string(tokens) + " cached tokens; it needs at least its " +
+             std::to_string(to - from) + " rows and at most " + std::to_string(most);
     }
-    for (int64_t m = first_seen(a, length - (to - from)) / a.Z; m * a.Z < length; ++m) {
+    for (int64_t m = low_seen(a, tokens - (to - from)) / a.Z; m * a.Z < length(a, s); ++m) {
       const int32_t page = a.page_table[s * a.M + m];
       if (page < 0 || page >= a.P) {
         return "page " + std::to_string(page) + " of " + slot + " is outside the pool of " +
@@ -60,14 +76,16 @@ std::string check(const Attention& a) {
 // Elements of one head of a page.
 int64_t head_step(const Attention& a) { return a.Z * a.H; }
 
-// Elements before head 0 of the page with position `pos`.
-int64_t page_offset(const Attention& a, int64_t slot, int64_t pos) {
-  return a.page_table[slot * a.M + pos / a.Z] * a.K * head_step(a);
+// Elements before head 0 of the page with the slot's token `at`.
+int64_t page_offset(const Attention& a, int64_t slot, int64_t at) {
+  return a.page_table[slot * a.M + at / a.Z] * a.K * head_step(a);
 }
 
 void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
   const int64_t row = a.query_start[slot] + query, pos = position(a, slot, query);
-  const int64_t to = page_offset(a, slot, pos), offset = pos % a.Z;
+  const int64_t token = held(a, pos);
+  if (held(a, pos + 1) == token) return;  // another share's
+  const int64_t to = page_offset(a, slot, token), offset = token % a.Z;
   alignas(64) float turned[kMaxHead];
   if (!a.k_pages) {
     const int64_t at = to + offset * a.H;
@@ -138,22 +156,23 @@ struct Worker {
 
   // The first keys that some row sees of span `index`: pointers to the blocks, and their number.
   int64_t first_keys(int64_t index, const void** blocks) const {
-    const int64_t seen = first_seen(a, position(a, task.slot, task.first / group()));
+    const int64_t seen = low_seen(a, position(a, task.slot, task.first / group()));
     const int64_t start = std::max(index * kSpan, seen / kKeys * kKeys);
-    const int64_t last = std::min(a.kv_lens[task.slot], static_cast<int32_t>((index + 1) * kSpan));
+    const int64_t last = std::min(length(a, task.slot), (index + 1) * kSpan);
     const int64_t end = std::min<int64_t>(last, start + kAhead * kKeys);
-    for (int64_t pos = start; pos < end; pos += kKeys) *blocks++ = key_block(pos);
+    for (int64_t at = start; at < end; at += kKeys) *blocks++ = key_block(at);
     return std::max<int64_t>(0, end - start);
   }
 
   int64_t bytes() const { return a.type == Type::kF32 ? 4 : 2; }
-  const void* key_block(int64_t pos) const {
-    if (!a.k_pages) return value_block(pos);
-    const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a) + pos % a.Z;
+  const void* key_block(int64_t token) const {
+    if (!a.k_pages) return value_block(token);
+    const int64_t at = page_offset(a, task.slot, token) + task.head * head_step(a) + token % a.Z;
     return static_cast<const char*>(a.k_pages) + at * bytes();
   }
-  const void* value_block(int64_t pos) const {
-    const int64_t at = page_offset(a, task.slot, pos) + task.head * head_step(a) + pos % a.Z * a.H;
+  const void* value_block(int64_t token) const {
+    const int64_t at =
+        page_offset(a, task.slot, token) + task.head * head_step(a) + token % a.Z * a.H;
     return static_cast<const char*>(a.v_pages) + at * bytes();
   }
 
@@ -164,12 +183,12 @@ struct Worker {
     const int64_t next_keys = then ? then->first_keys(then_index, next) : 0;
     int32_t low[kMaxQueries], high[kMaxQueries];
     const int64_t start = index * kSpan;
-    const int64_t count = std::min<int64_t>(kSpan, a.kv_lens[task.slot] - start);
+    const int64_t count = std::min<int64_t>(kSpan, length(a, task.slot) - start);
     int64_t seen = count;
     for (int64_t r = 0; r < task.rows; ++r) {
       const int64_t pos = position(a, task.slot, (task.first + r) / group());
-      low[r] = static_cast<int32_t>(std::clamp<int64_t>(first_seen(a, pos) - start, 0, count));
-      high[r] = static_cast<int32_t>(std::clamp<int64_t>(pos + 1 - start, 0, count));
+      low[r] = static_cast<int32_t>(std::clamp<int64_t>(low_seen(a, pos) - start, 0, count));
+      high[r] = static_cast<int32_t>(std::clamp<int64_t>(high_seen(a, pos) - start, 0, count));
       seen = std::min<int64_t>(seen, low[r]);
     }
     // Blocks that no row sees may lie in pages given up: another's stand in, and are masked.
@@ -194,6 +213,11 @@ struct Worker {
       if (a.sinks) {
         const float* sink = a.sinks + place(r) / a.H % a.N;
         k.merge(1, a.H, peak + r, total + r, sums + r * a.H, sink, &kOne, kNoValue);
+      }
+      if (a.lse) {
+        const bool nothing = peak[r] == -std::numeric_limits<float>::infinity();
+        a.lse[place(r) / a.H] = nothing ? kNothing : peak[r] + std::log(total[r]);
+        if (nothing) continue;  // `out` is zeros there
       }
       k.scale(sums + r * a.H, 1.0f / total[r], a.H, a.out + place(r));
     }
@@ -264,10 +288,11 @@ void add_tasks(const Attention& a, int64_t slot, bool whole_rows, std::vector<Ta
   const int64_t heads = whole_rows && rows * a.K <= most ? a.K : 1;
   for (int64_t tile = (rows - 1) / most; tile >= 0; --tile) {
     const int64_t first = tile * most, n = std::min(most, rows - first);
-    const int64_t lowest = first_seen(a, position(a, slot, first / group));
-    const int64_t highest = position(a, slot, (first + n - 1) / group);
+    const int64_t low = low_seen(a, position(a, slot, first / group));
+    const int64_t high = high_seen(a, position(a, slot, (first + n - 1) / group));
+    if (low >= high) continue;  // other shares have all that these rows see
     for (int64_t head = 0; head < a.K; head += heads) {
-      Task task{slot, head, heads, first, n, lowest / kSpan, highest / kSpan + 1, *partial_rows};
+      Task task{slot, head, heads, first, n, low / kSpan, (high - 1) / kSpan + 1, *partial_rows};
       *partial_rows += static_cast<size_t>((task.span1 - task.span0) * task.all_rows());
       tasks->push_back(task);
     }
@@ -280,6 +305,10 @@ std::string attend(Pool& pool, const Kernels& kernels, const Attention& a) {
   std::string problem = check(a);
   if (!problem.empty()) return problem;
 
+  if (a.lse) {
+    std::fill(a.out, a.out + a.T * a.N * a.H, 0.0f);
+    std::fill(a.lse, a.lse + a.T * a.N, kNothing);
+  }
   std::vector<std::pair<int64_t, int64_t>> rows;  // slot and query of each live row
   int64_t covered = 0, spans = 0;
   for (int64_t s = 0; s < a.S; ++s) {
@@ -288,7 +317,7 @@ std::string attend(Pool& pool, const Kernels& kernels, const Attention& a) {
     std::fill(a.out + covered * a.N * a.H, a.out + a.query_start[s] * a.N * a.H, 0.0f);
     covered = a.query_start[s + 1];
     for (int64_t i = 0; i < count; ++i) rows.emplace_back(s, i);
-    spans += (a.kv_lens[s] - 1) / kSpan - first_seen(a, a.kv_lens[s] - count) / kSpan + 1;
+    spans += (length(a, s) - 1) / kSpan - low_seen(a, a.kv_lens[s] - count) / kSpan + 1;
   }
   std::fill(a.out + covered * a.N * a.H, a.out + a.T * a.N * a.H, 0.0f);
 

@@ -33,7 +33,14 @@ struct Attention {
   float eps;
   const float* sinks;  // [N] scores that weigh in every softmax and have no value; null: none
   float* out;      // [T, N, H]
+  // Of several: pages hold the Z tokens of each `shares * Z` from share * Z on, and rows see those
+  // alone. A row is appended where it belongs to them.
+  int64_t share = 0, shares = 1;
+  float* lse = nullptr;  // [T, N] logarithms of summed exponentials, kNothing of no score; null:
+                         // not wanted, and every row sees something
 };
+
+constexpr float kNothing = -1e30f;
 
 // Empty, or what is wrong with the layout; then nothing has been written.
 std::string attend(Pool& pool, const Kernels& kernels, const Attention& a);

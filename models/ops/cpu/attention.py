@@ -64,6 +64,73 @@ def attention(
       StokerError: the kernels are not available, or shapes or types do not fit. A layout whose
         values are out of range is an error of the runtime when the call is executed.
     """
+    out, _, k_pages, v_pages = _call(
+        *(q, k, v, k_pages, v_pages, layout),
+        turn=turn,
+        sinks=sinks,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        isa=isa,
+        threads=threads,
+    )
+    return out.astype(q.dtype), k_pages, v_pages
+
+
+def partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    *,
+    share: jax.Array | int,
+    shares: int,
+    scale: float,
+    turn: tuple[jax.Array, jax.Array] | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    isa: str = "best",
+    threads: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`attention` over one of `shares` shares of each page's tokens; as `xla.partial_attention`.
+
+    Further arguments and errors are those of `attention`.
+    """
+    return _call(
+        *(q, k, v, k_pages, v_pages, layout),
+        turn=turn,
+        sinks=None,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        share=share,
+        shares=shares,
+        isa=isa,
+        threads=threads,
+    )
+
+
+def _call(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    layout: Layout,
+    *,
+    turn: tuple[jax.Array, jax.Array] | None,
+    sinks: jax.Array | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    isa: str,
+    threads: int,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Output float32, logarithms of sums (of one share: of no rows), and both page pools."""
     if load() is None:
         raise StokerError(str(why_unavailable()))
     isa_index = isa_number(isa)
@@ -72,8 +139,10 @@ def attention(
     if sinks is None:
         sinks = jnp.zeros(0, jnp.float32)
     _check(q, k, v, k_pages, v_pages, layout, turn, sinks)
+    part, sums_shape = share_arguments(share, shares, q)
     shapes = [
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        sums_shape,
         jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
         jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
     ]
@@ -81,10 +150,10 @@ def attention(
         "stoker_attention",
         shapes,
         vmap_method="sequential",
-        input_output_aliases={5: 1, 6: 2},
+        input_output_aliases={5: 2, 6: 3},
     )
     rows = (x.astype(jnp.float32) for x in (q, k, v))
-    out, k_pages, v_pages = call(
+    out, lse, k_pages, v_pages = call(
         *rows,
         *turn,
         k_pages,
@@ -93,13 +162,25 @@ def attention(
         layout.kv_lens,
         layout.page_table,
         sinks,
+        part,
         window=np.int64(window),
         softcap=np.float32(softcap),
         scale=np.float32(scale),
+        shares=np.int64(shares),
         isa=np.int64(isa_index),
         threads=np.int64(threads),
     )
-    return out.astype(q.dtype), k_pages, v_pages
+    return out, lse, k_pages, v_pages
+
+
+def share_arguments(
+    share: jax.Array | int, shares: int, q: jax.Array
+) -> tuple[jax.Array, jax.ShapeDtypeStruct]:
+    """What the kernels are told of a share, and their result of logarithms; of one, nothing."""
+    if shares == 1:
+        return jnp.zeros(0, jnp.int32), jax.ShapeDtypeStruct((0, 0), jnp.float32)
+    part = jnp.asarray(share, jnp.int32).reshape(1)
+    return part, jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
 
 
 def _check(

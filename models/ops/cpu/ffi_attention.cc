@@ -12,14 +12,29 @@ namespace {
 
 namespace ffi = xla::ffi;
 using Floats = ffi::BufferR3<ffi::F32>;
+using Lse = ffi::BufferR2<ffi::F32>;
+using Share = ffi::BufferR1<ffi::S32>;
+
+// Which share of the pages' tokens is here, and where logarithms of sums go. Of one share, `share`
+// and `lse` have no elements. False where they do not fit.
+bool take_share(const Share& share, int64_t shares, Lse& lse, Attention* a) {
+  if (shares == 1) return share.element_count() == 0 && lse.element_count() == 0;
+  if (!has_shape(share, {1}) || !has_shape(lse, {a->T, a->N})) return false;
+  a->share = *share.typed_data();
+  a->shares = shares;
+  a->lse = lse.typed_data();
+  return shares > 1 && a->share >= 0 && a->share < shares &&
+         a->M * a->Z * shares <= std::numeric_limits<int32_t>::max();
+}
 
 ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
                      ffi::BufferR2<ffi::F32> cos, ffi::BufferR2<ffi::F32> sin, ffi::AnyBuffer k_pages,
                      ffi::AnyBuffer v_pages, ffi::BufferR1<ffi::S32> query_start,
                      ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> page_table,
-                     ffi::BufferR1<ffi::F32> sinks, ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> k_out,
+                     ffi::BufferR1<ffi::F32> sinks, Share share, ffi::Result<Floats> out,
+                     ffi::Result<Lse> lse, ffi::Result<ffi::AnyBuffer> k_out,
                      ffi::Result<ffi::AnyBuffer> v_out, int64_t window, float softcap, float scale,
-                     int64_t isa, int64_t limit) {
+                     int64_t shares, int64_t isa, int64_t limit) {
   Attention a{};
   a.T = q.dimensions()[0];
   a.N = q.dimensions()[1];
@@ -45,7 +60,9 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
   const bool sizes = a.H > 0 && a.H <= kMaxHead && 2 * a.half <= a.H && a.K > 0 && a.N % a.K == 0 &&
                      a.Z > 0 && a.Z % kKeys == 0 && a.P > 0 &&
                      a.M * a.Z <= std::numeric_limits<int32_t>::max();
-  if (!shapes || !sizes) return ffi::Error::InvalidArgument("attention: shapes do not match");
+  if (!shapes || !sizes || !take_share(share, shares, *lse, &a)) {
+    return ffi::Error::InvalidArgument("attention: shapes do not match");
+  }
   if ((type != ffi::DataType::F32 && type != ffi::DataType::BF16) ||
       v_pages.element_type() != type || k_out->element_type() != type ||
       v_out->element_type() != type) {
@@ -85,9 +102,10 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
                             ffi::BufferR1<ffi::F32> norm, ffi::BufferR2<ffi::F32> cos,
                             ffi::BufferR2<ffi::F32> sin, ffi::AnyBuffer pages,
                             ffi::BufferR1<ffi::S32> query_start, ffi::BufferR1<ffi::S32> kv_lens,
-                            ffi::BufferR2<ffi::S32> page_table, ffi::Result<Floats> out,
+                            ffi::BufferR2<ffi::S32> page_table, Share share,
+                            ffi::Result<Floats> out, ffi::Result<Lse> lse,
                             ffi::Result<ffi::AnyBuffer> pages_out, int64_t rank, float eps,
-                            float scale, int64_t isa, int64_t limit) {
+                            float scale, int64_t shares, int64_t isa, int64_t limit) {
   Attention a{};
   a.T = q.dimensions()[0];
   a.N = q.dimensions()[1];
@@ -111,7 +129,9 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
   const bool sizes = a.H > 0 && a.H <= kMaxHead && rank > 0 && rank + 2 * a.half <= a.H && a.N > 0 &&
                      a.Z > 0 && a.Z % kKeys == 0 &&
                      a.P > 0 && a.M * a.Z <= std::numeric_limits<int32_t>::max();
-  if (!shapes || !sizes) return ffi::Error::InvalidArgument("latent attention: shapes do not match");
+  if (!shapes || !sizes || !take_share(share, shares, *lse, &a)) {
+    return ffi::Error::InvalidArgument("latent attention: shapes do not match");
+  }
   if ((type != ffi::DataType::F32 && type != ffi::DataType::BF16) ||
       pages_out->element_type() != type) {
     return ffi::Error::InvalidArgument("latent attention: pages must be float32 or bfloat16");
@@ -155,11 +175,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_latent_attention, stoker::latent_attention,
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Arg<stoker::Share>()
                                   .Ret<stoker::Floats>()
+                                  .Ret<stoker::Lse>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("rank")
                                   .Attr<float>("eps")
                                   .Attr<float>("scale")
+                                  .Attr<int64_t>("shares")
                                   .Attr<int64_t>("isa")
                                   .Attr<int64_t>("threads"));
 
@@ -177,11 +200,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_attention, stoker::attention,
                                   .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::F32>>()
+                                  .Arg<stoker::Share>()
                                   .Ret<stoker::Floats>()
+                                  .Ret<stoker::Lse>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("softcap")
                                   .Attr<float>("scale")
+                                  .Attr<int64_t>("shares")
                                   .Attr<int64_t>("isa")
                                   .Attr<int64_t>("threads"));

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...errors import StokerError
 from ..layout import Layout
-from .attention import KEYS, MAX_HEAD
+from .attention import KEYS, MAX_HEAD, share_arguments
 from .library import load, why_unavailable
 from .matmul import isa_number
 
@@ -56,6 +56,65 @@ def latent_attention(
       StokerError: the kernels are not available, or shapes or types do not fit. A layout whose
         values are out of range is an error of the runtime when the call is executed.
     """
+    out, _, pages = _call(
+        *(q, latent, pages, layout),
+        rank=rank,
+        scale=scale,
+        norm=norm,
+        turn=turn,
+        isa=isa,
+        threads=threads,
+    )
+    return out[..., :rank].astype(q.dtype), pages
+
+
+def partial_latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    share: jax.Array | int,
+    shares: int,
+    rank: int,
+    scale: float,
+    isa: str = "best",
+    threads: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`latent_attention` over one share; as `xla.partial_latent_attention`.
+
+    Rows are normed and rotated. Further arguments and errors are those of `latent_attention`.
+    """
+    out, lse, pages = _call(
+        *(q, latent, pages, layout),
+        rank=rank,
+        scale=scale,
+        norm=None,
+        turn=None,
+        share=share,
+        shares=shares,
+        isa=isa,
+        threads=threads,
+    )
+    return out[..., :rank], lse, pages
+
+
+def _call(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    rank: int,
+    scale: float,
+    norm: tuple[jax.Array, float] | None,
+    turn: tuple[jax.Array, jax.Array] | None,
+    isa: str,
+    threads: int,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums of whole vectors float32 `[T, N, W]`, logarithms of sums, and the pages."""
     if load() is None:
         raise StokerError(str(why_unavailable()))
     isa_index = isa_number(isa)
@@ -63,16 +122,18 @@ def latent_attention(
     if turn is None:
         turn = (jnp.zeros((q.shape[0], 0), jnp.float32),) * 2
     _check(q, latent, pages, layout, rank, weight, turn)
+    part, sums_shape = share_arguments(share, shares, q)
     call = jax.ffi.ffi_call(
         "stoker_latent_attention",
         [
             jax.ShapeDtypeStruct(q.shape, jnp.float32),
+            sums_shape,
             jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         ],
         vmap_method="sequential",
-        input_output_aliases={5: 1},
+        input_output_aliases={5: 2},
     )
-    out, pages = call(
+    out, lse, pages = call(
         q.astype(jnp.float32),
         latent.astype(jnp.float32),
         weight,
@@ -81,13 +142,15 @@ def latent_attention(
         layout.query_start,
         layout.kv_lens,
         layout.page_table,
+        part,
         rank=np.int64(rank),
         eps=np.float32(eps),
         scale=np.float32(scale),
+        shares=np.int64(shares),
         isa=np.int64(isa_index),
         threads=np.int64(threads),
     )
-    return out[..., :rank].astype(q.dtype), pages
+    return out, lse, pages
 
 
 def _check(

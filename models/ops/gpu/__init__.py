@@ -1,8 +1,8 @@
 """Pallas kernels for GPUs, compiled by Triton."""
 
-from .attention import attention
+from .attention import attention, partial_attention
 from .heads import head_matmul
-from .latent import latent_attention
+from .latent import latent_attention, partial_latent_attention
 from .matmul import grouped_matmul, matmul, why_unsupported
 
 __all__ = [
@@ -11,5 +11,7 @@ __all__ = [
     "head_matmul",
     "latent_attention",
     "matmul",
+    "partial_attention",
+    "partial_latent_attention",
     "why_unsupported",
 ]

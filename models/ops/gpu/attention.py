@@ -13,9 +13,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from ..blocks import QueryBlocks, block_size, query_blocks
 from ..layout import Layout
+from ..partial import NOTHING
 from ..quant_pages import Pages, QuantPages, store
 
-MASKED = -1e30
 #: Rows of queries (of one KV head) of a program; a product of the tensor cores takes 16 or more.
 ROWS, LEAST_ROWS = 64, 16
 #: Programs that keep a GPU busy: about two to each of the 132 multiprocessors of an H100 or H200.
@@ -25,11 +25,15 @@ EXACT = jax.lax.Precision.HIGHEST
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What the kernel knows when it is compiled; H is the width as it is, not padded."""
+    """What the kernel knows when it is compiled; H is the width as it is, not padded.
+
+    A page has `whole` tokens, of which Z are here: positions are relative to the first of these.
+    """
 
     G: int
     H: int
     Z: int
+    whole: int
     M: int
     splits: int
     scale: float
@@ -79,10 +83,69 @@ def attention(
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
+    out, _, k_pages, v_pages = _attention(
+        *(q, k, v, k_pages, v_pages, layout),
+        sinks=sinks,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
+    )
+    return out.astype(q.dtype), k_pages, v_pages
+
+
+def partial_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    layout: Layout,
+    *,
+    share: jax.Array | int,
+    shares: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, Pages, Pages]:
+    """`attention` over one of `shares` shares of each page's tokens; as `xla.partial_attention`.
+
+    Further arguments are those of `attention`.
+    """
+    return _attention(
+        *(q, k, v, k_pages, v_pages, layout),
+        sinks=None,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
+        share=share,
+        shares=shares,
+    )
+
+
+def _attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    layout: Layout,
+    *,
+    sinks: jax.Array | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    interpret: bool,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+) -> tuple[jax.Array, jax.Array, Pages, Pages]:
+    """Output float32 `[T, N, H]`, logarithms of sums `[T, N]`, and both page pools."""
     T, N, H = q.shape
     K, Z = k_pages.shape[1], k_pages.shape[3]
     M, G = layout.page_table.shape[1], N // K
-    page, offset = layout.places(T, Z)
+    page, offset = layout.places(T, Z, share, shares)
     k_pages = store(k_pages, k, page, offset, token_axis=3)
     v_pages = store(v_pages, v, page, offset, token_axis=2)
 
@@ -92,6 +155,7 @@ def attention(
         G=G,
         H=H,
         Z=Z,
+        whole=Z * shares,
         M=M,
         splits=max(1, min(-(-PROGRAMS // (queries.shape[0] * K)), M)),
         scale=scale,
@@ -99,15 +163,21 @@ def attention(
         softcap=softcap,
         quantised=isinstance(k_pages, QuantPages),
     )
+    if shares > 1:
+        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
     sums, peak, total = _call(queries, k_pages, v_pages, layout, blocks, sizes, interpret)
-    out = blocks.scatter(joined(sums, peak, total, sinks, G), layout, T, M * Z)
-    return out.astype(q.dtype), k_pages, v_pages
+    found = joined(sums, peak, total, sinks, G)
+    out, lse = (blocks.scatter(part, layout, T, M * Z * shares) for part in found)
+    return out, lse[..., 0], k_pages, v_pages
 
 
 def joined(
     sums: jax.Array, peak: jax.Array, total: jax.Array, sinks: jax.Array | None, G: int
-) -> jax.Array:
-    """The output float32 `[W, K, R, H]` of all splits' sums `[splits, W, K, R, H]`."""
+) -> tuple[jax.Array, jax.Array]:
+    """The output float32 `[W, K, R, H]` of all splits' sums `[splits, W, K, R, H]`.
+
+    And logarithms of summed exponentials, `[W, K, R, 1]`.
+    """
     best = peak.max(axis=0)
     extra: jax.Array | float = 0.0
     if sinks is not None:
@@ -116,8 +186,9 @@ def joined(
         best = jnp.maximum(best, sink)
         extra = jnp.exp(sink - best)
     share = jnp.exp(peak - best)
-    whole = (total * share).sum(axis=0) + extra
-    return (sums * share[..., None]).sum(axis=0) / jnp.maximum(whole, 1e-30)[..., None]
+    whole = jnp.maximum((total * share).sum(axis=0) + extra, 1e-30)
+    out = (sums * share[..., None]).sum(axis=0) / whole[..., None]
+    return out, (best + jnp.log(whole))[..., None]
 
 
 def _call(
@@ -183,12 +254,15 @@ def _kernel(
     """One block of queries (`rows` of them), one KV head, one share of the pages."""
     *pools, sum_ref, peak_ref, total_ref = refs
     k_ref, v_ref = pools[0], pools[2 if sizes.quantised else 1]
-    w, Z = pl.program_id(0), sizes.Z
+    w, Z, whole = pl.program_id(0), sizes.Z, sizes.whole
     R, H, Hp = q_ref.shape[0], sizes.H, q_ref.shape[1]
     slot, position = slot_ref[w], position_ref[w]
     last = position + count_ref[w] - 1
-    last_page = jnp.minimum(last // Z, sizes.M - 1)
-    first_page = jnp.maximum(position - sizes.window + 1, 0) // Z if sizes.window else 0
+    last_page = jnp.minimum(last // whole, sizes.M - 1)
+    first_page: Any = 0
+    if sizes.window:
+        # Of the page before, what is here lies before the window.
+        first_page = jnp.maximum(position - sizes.window + 1 + whole - Z, 0) // whole
     # A share of the pages for each split; none for a block without rows.
     share = (last_page - first_page + sizes.splits) // sizes.splits
     begin = first_page + pl.program_id(2) * share
@@ -207,7 +281,7 @@ def _kernel(
     def body(index: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         peak, total, weighted = carry
         page = table_ref[slot, index]
-        key = index * Z + jnp.arange(Z)
+        key = index * whole + jnp.arange(Z)
         keys = plgpu.load(k_ref.at[page], mask=(lane < H)[:, None], other=zero(k_ref))
         score = dot(queries, keys, work, precision)
         if sizes.quantised:
@@ -218,7 +292,7 @@ def _kernel(
         seen = key[None, :] <= row_position[:, None]
         if sizes.window:
             seen &= key[None, :] > row_position[:, None] - sizes.window
-        score = jnp.where(seen, score, MASKED)
+        score = jnp.where(seen, score, NOTHING)
         new_peak = jnp.maximum(peak, score.max(axis=1))
         decay = jnp.exp(peak - new_peak)
         weights = jnp.where(seen, jnp.exp(score - new_peak[:, None]), 0)
@@ -232,7 +306,7 @@ def _kernel(
         return new_peak, total, weighted * decay[:, None] + added
 
     carry = (
-        jnp.full((R,), MASKED, jnp.float32),
+        jnp.full((R,), NOTHING, jnp.float32),
         jnp.zeros((R,), jnp.float32),
         jnp.zeros((R, Hp), jnp.float32),
     )

@@ -13,8 +13,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from ..blocks import QueryBlocks, block_size, query_blocks
 from ..layout import Layout
+from ..partial import NOTHING
 from ..quant_pages import narrow as narrowed
-from .attention import EXACT, LEAST_ROWS, MASKED, dot, joined, zero
+from .attention import EXACT, LEAST_ROWS, dot, joined, zero
 
 #: Queries (rows times heads) of a program: with vectors of 576 bfloat16 numbers, these and what is
 #: on its way fill the shared memory, and their sums half the registers.
@@ -30,10 +31,14 @@ LEAST_PAGES = 4
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What the kernel knows when it is compiled; `step` are tokens of a round of its loop."""
+    """What the kernel knows when it is compiled; `step` are tokens of a round of its loop.
+
+    A page has `whole` tokens, of which Z are here: positions are relative to the first of these.
+    """
 
     G: int
     Z: int
+    whole: int
     M: int
     W: int
     rank: int
@@ -76,31 +81,68 @@ def latent_attention(
     Returns:
       Attention output `[T, N, R]` in q's dtype, still in the latent space, and the pages.
     """
+    out, _, pages = _latent_attention(
+        q, latent, pages, layout, rank=rank, scale=scale, dtype=q.dtype, interpret=interpret
+    )
+    return out.astype(q.dtype), pages
+
+
+def partial_latent_attention(
+    *arrays: Any, share: jax.Array | int, shares: int, **options: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`latent_attention` over one of `shares` shares of each page's tokens.
+
+    As `xla.partial_latent_attention`; further arguments are those of `latent_attention`.
+    """
+    return _latent_attention(*arrays, part=(share, shares), dtype=jnp.float32, **options)
+
+
+def _latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    rank: int,
+    scale: float,
+    dtype: Any,
+    interpret: bool = False,
+    part: tuple[jax.Array | int, int] = (0, 1),
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output `[T, N, R]`, of `dtype` or float32, logarithms of sums `[T, N]`, and the pages."""
+    share, shares = part
     T, N, W = q.shape
     Z, M = pages.shape[1], layout.page_table.shape[1]
-    page, offset = layout.places(T, Z)
+    page, offset = layout.places(T, Z, share, shares)
     pages = pages.at[page, offset].set(narrowed(latent, pages.dtype))
 
     most = ROWS if all(x.dtype != jnp.float32 for x in (q, pages)) else FLOAT32_ROWS
-    shares = _shares(N, most)
-    blocks = query_blocks(layout, T, block_size(layout, T, most * shares // N))
-    queries = blocks.gather(q, shares)
+    parts = _parts(N, most)
+    blocks = query_blocks(layout, T, block_size(layout, T, most * parts // N))
+    queries = blocks.gather(q, parts)
     sizes = _Sizes(
-        G=N // shares,
+        G=N // parts,
         Z=Z,
+        whole=Z * shares,
         M=M,
         W=W,
         rank=rank,
         step=min(Z, TOKENS),
-        splits=max(1, min(PROGRAMS // (queries.shape[0] * shares), M // LEAST_PAGES)),
+        splits=max(1, min(PROGRAMS // (queries.shape[0] * parts), M // LEAST_PAGES)),
         scale=scale,
     )
-    sums, peak, total = _call(queries, pages, layout, blocks, sizes, interpret)
-    whole = joined(sums, peak, total, None, sizes.G) if sizes.splits > 1 else sums[0]
-    return blocks.scatter(whole, layout, T, M * Z).astype(q.dtype), pages
+    if shares > 1:
+        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
+    sums, peak, total = _call(queries, pages, layout, blocks, sizes, dtype, interpret)
+    if sizes.splits > 1:
+        found = joined(sums, peak, total, None, sizes.G)
+    else:
+        found = sums[0], (peak[0] + jnp.log(jnp.maximum(total[0], 1e-30)))[..., None]
+    out, lse = (blocks.scatter(rows, layout, T, M * Z * shares) for rows in found)
+    return out, lse[..., 0], pages
 
 
-def _shares(n_heads: int, most: int) -> int:
+def _parts(n_heads: int, most: int) -> int:
     """Into how many equal parts heads are cut, so that one has at most so many."""
     return next(n for n in range(1, n_heads + 1) if n_heads % n == 0 and n_heads // n <= most)
 
@@ -111,11 +153,12 @@ def _call(
     layout: Layout,
     blocks: QueryBlocks,
     sizes: _Sizes,
+    dtype: Any,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums, peaks and totals of each split, block of queries and part of the heads.
 
-    Of a single split, sums are divided by totals already, and as narrow as queries.
+    Of a single split, sums are divided by totals already, and of `dtype`.
     """
     W, K, R, _ = queries.shape
     P, splits, rank = pages.shape[0], sizes.splits, sizes.rank
@@ -130,9 +173,7 @@ def _call(
     return pl.pallas_call(
         functools.partial(_kernel, sizes=sizes, rows=R),
         out_shape=[
-            jax.ShapeDtypeStruct(
-                (splits, W, K, R, rank), jnp.float32 if splits > 1 else queries.dtype
-            ),
+            jax.ShapeDtypeStruct((splits, W, K, R, rank), jnp.float32 if splits > 1 else dtype),
             jax.ShapeDtypeStruct((splits, W, K, R), jnp.float32),
             jax.ShapeDtypeStruct((splits, W, K, R), jnp.float32),
         ],
@@ -172,7 +213,10 @@ def _kernel(
     w, step = pl.program_id(0), sizes.step
     slot, position = slot_ref[w], position_ref[w]
     last = position + count_ref[w] - 1
-    rounds = jnp.minimum(last, sizes.M * sizes.Z - 1) // step + 1
+    last_page = jnp.minimum(last // sizes.whole, sizes.M - 1)
+    here = last_page * sizes.Z + jnp.minimum(last - last_page * sizes.whole, sizes.Z - 1)
+    # None, or fewer, where all that is here comes later.
+    rounds = here // step + 1
     # A share of the rounds for each split; none for a block without rows.
     share = (rounds + sizes.splits - 1) // sizes.splits
     begin = pl.program_id(2) * share
@@ -197,8 +241,8 @@ def _kernel(
 
     def body(index: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         peak, total, weighted = carry
-        token = index * step + jnp.arange(step)
-        page, first = table_ref[slot, index * step // sizes.Z], index * step % sizes.Z
+        number, first = index * step // sizes.Z, index * step % sizes.Z
+        page, token = table_ref[slot, number], number * sizes.whole + first + jnp.arange(step)
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         vectors, keys = (
             plgpu.load(
@@ -211,7 +255,7 @@ def _kernel(
         score = dot(queries[0], vectors.T, work, precision)
         score = (score + dot(queries[1], keys.T, work, precision)) * sizes.scale
         seen = token[None, :] <= row_position[:, None]
-        score = jnp.where(seen, score, MASKED)
+        score = jnp.where(seen, score, NOTHING)
         new_peak = jnp.maximum(peak, score.max(axis=1))
         decay = jnp.exp(peak - new_peak)
         weights = jnp.where(seen, jnp.exp(score - new_peak[:, None]), 0)
@@ -220,7 +264,7 @@ def _kernel(
         return new_peak, total, weighted * decay[:, None] + added
 
     carry = (
-        jnp.full((R,), MASKED, jnp.float32),
+        jnp.full((R,), NOTHING, jnp.float32),
         jnp.zeros((R,), jnp.float32),
         jnp.zeros((R, sizes.parts[0]), jnp.float32),
     )

@@ -1,9 +1,9 @@
 """Pallas kernels for TPUs."""
 
 from .append import append
-from .attention import attention
+from .attention import attention, partial_attention
 from .heads import head_matmul
-from .latent import latent_attention
+from .latent import latent_attention, partial_latent_attention
 from .matmul import grouped_matmul, matmul
 from .widen import why_unsupported
 
@@ -14,5 +14,7 @@ __all__ = [
     "head_matmul",
     "latent_attention",
     "matmul",
+    "partial_attention",
+    "partial_latent_attention",
     "why_unsupported",
 ]

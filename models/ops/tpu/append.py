@@ -23,6 +23,8 @@ def append(
     v_pages: Pages,
     layout: Layout,
     *,
+    share: jax.Array | int = 0,
+    shares: int = 1,
     interpret: bool = False,
 ) -> tuple[Pages, Pages]:
     """Writes this step's keys and values to the pages.
@@ -36,27 +38,36 @@ def append(
       k_pages: `[P, K, H, Z]`; donate it, and it is updated in place.
       v_pages: `[P, K, *tpu_value_shape(Z, H)]`, likewise.
       layout: where the rows sit; rows past their slot's pages write nothing.
+      share: which of `shares` equal parts of each page's tokens the pools hold; rows of others
+        write nothing.
+      shares: how many there are.
       interpret: run the kernels as plain JAX, on any platform.
 
     Returns:
       Both page pools.
     """
     T, H, Z = k.shape[0], k.shape[2], k_pages.shape[3]
-    visits = page_visits(layout, T, Z)
+    visits = page_visits(layout, T, Z, share, shares)
     single = layout.max_query == 1
     put = functools.partial(_put, visits=visits, single=single, interpret=interpret)
     return put(k, k_pages, by_token=False), put(v, v_pages, by_token=tpu_values_by_token(H))
 
 
 def append_latent(
-    rows: jax.Array, pages: jax.Array, layout: Layout, *, interpret: Any = False
+    rows: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+    interpret: Any = False,
 ) -> jax.Array:
     """Writes this step's vectors `rows [T, W]` to `pages [P, Z, W]`, or wider, as `append` does.
 
     What is past W becomes zero.
     """
     T, W = rows.shape
-    visits = page_visits(layout, T, pages.shape[1])
+    visits = page_visits(layout, T, pages.shape[1], share, shares)
     rows = jnp.pad(rows, ((0, 0), (0, pages.shape[2] - W)))
     written = _put(
         rows[:, None],

@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from ..blocks import QueryBlocks, block_size, query_blocks
+from ..blocks import block_size, query_blocks
 from ..layout import Layout
+from ..partial import NOTHING
 from ..quant_pages import Pages, QuantPages, tpu_values_by_token
 from .append import append
 from .common import EXACT, LANES, VMEM_BYTES
+from .rounds import Sizes, attend_by_rounds, fold, pages_at_once, visible, widen
 
-#: The score of a key that a row does not see.
-MASKED = -1e30
 #: Rows of queries (of one KV head) that share a reading of the keys: about where products on the
 #: matrix units take as long as the reading does.
 ROWS = 256
 #: Bytes that all KV heads' rows may take.
 ROWS_BYTES = VMEM_BYTES // 2
-#: Bytes of pages that are on their way at once: enough to hide the latency of memory.
-BLOCK_BYTES = 2 * 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What the kernel knows when it is compiled.
-
-    `pages` are those of a round of its loop, `values` the width of what is summed up, and `pools`
-    the arrays of pages.
-    """
-
-    G: int
-    Z: int
-    M: int
-    pages: int
-    size: int
-    scale: float
-    window: int
-    softcap: float
-    quantised: bool
-    sinks: bool
-    by_token: bool
-    values: int
-    pools: int
 
 
 def attention(
@@ -93,189 +65,80 @@ def attention(
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
-    k_pages, v_pages = append(k, v, k_pages, v_pages, layout, interpret=interpret)
+    options: dict[str, Any] = {"sinks": sinks, "scale": scale, "window": window, "softcap": softcap}
+    (out,), k_pages, v_pages = _attention(
+        q, k, v, k_pages, v_pages, layout, interpret=interpret, **options
+    )
+    return out.astype(q.dtype), k_pages, v_pages
+
+
+def partial_attention(
+    *arrays: Any, share: jax.Array | int, shares: int, **options: Any
+) -> tuple[jax.Array, jax.Array, Pages, Pages]:
+    """`attention` over one of `shares` shares of each page's tokens; as `xla.partial_attention`.
+
+    Further arguments are those of `attention`, but for sinks.
+    """
+    (out, lse), k_pages, v_pages = _attention(*arrays, part=(share, shares), **options)
+    return out, lse, k_pages, v_pages
+
+
+def _attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    layout: Layout,
+    *,
+    scale: float,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    interpret: Any = False,
+    part: tuple[jax.Array | int, int] | None = None,
+) -> tuple[list[jax.Array], Pages, Pages]:
+    """Output `[T, N, H]`, of a part in float32 and with logarithms of sums; and both page pools."""
+    share, shares = part or (0, 1)
+    k_pages, v_pages = append(
+        k, v, k_pages, v_pages, layout, share=share, shares=shares, interpret=interpret
+    )
     T, N, H = q.shape
     K, Z = k_pages.shape[1], k_pages.shape[3]
     M, G = layout.page_table.shape[1], N // K
-    # Two copies each of queries and output; peaks, totals and sums.
-    row_bytes = K * (4 * H * q.dtype.itemsize + 4 * (H + 2 * LANES))
+    # Two copies each of queries and results; peaks, totals and sums.
+    results = 4 * (H + LANES) if part else H * q.dtype.itemsize
+    row_bytes = K * (2 * H * q.dtype.itemsize + 2 * results + 4 * (H + 2 * LANES))
     size = block_size(layout, T, min(ROWS, ROWS_BYTES // row_bytes) // G)
     blocks = query_blocks(layout, T, size)
     queries = blocks.gather(q, K)
-    quantised = isinstance(k_pages, QuantPages)
+    pools = jax.tree.leaves((k_pages, v_pages))
     sizes = Sizes(
         G=G,
         Z=Z,
+        whole=Z * shares,
         M=M,
-        pages=pages_at_once((k_pages, v_pages), M, 8),
+        pages=pages_at_once(pools, M, 8),
         size=size,
         scale=scale,
         window=window,
         softcap=softcap,
-        quantised=quantised,
+        quantised=isinstance(k_pages, QuantPages),
         sinks=sinks is not None,
         by_token=tpu_values_by_token(H),
+        partial=part is not None,
         values=H,
-        pools=4 if quantised else 2,
+        pools=len(pools),
     )
-    pools = jax.tree.leaves((k_pages, v_pages))
-    out = call(queries, sinks, pools, layout, blocks, sizes, _attend, interpret)
-    out = blocks.scatter(out, layout, T, M * Z)
-    return out.astype(q.dtype), k_pages, v_pages
-
-
-def pages_at_once(pools: Any, M: int, most: int) -> int:
-    """Pages of a round of the loop, of the M that a slot has."""
-    page_bytes = sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(pools))
-    return max(1, min(BLOCK_BYTES // page_bytes, M, most))
-
-
-def call(
-    queries: jax.Array,
-    sinks: jax.Array | None,
-    pools: Sequence[jax.Array],
-    layout: Layout,
-    blocks: QueryBlocks,
-    sizes: Sizes,
-    attend: Callable[..., None],
-    interpret: Any,
-    name: str = "stoker_attention",
-) -> jax.Array:
-    """The kernel over `queries [W, K, R, H]`; `attend` adds a round of pages, as `_attend` does.
-
-    Returns:
-      `[W, K, R, sizes.values]`.
-    """
-    W, K, R, H = queries.shape
-    n, V = sizes.pages, sizes.values
-
-    def own(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, K, R, width), lambda w, *_: (w, 0, 0, 0))
-
-    operands, specs = [queries], [own(H)]
-    if sinks is not None:
-        wide = jnp.broadcast_to(
-            sinks.astype(jnp.float32).reshape(K, 1, sizes.G, 1), (K, sizes.size, sizes.G, LANES)
-        )
-        operands.append(wide.reshape(K, R, LANES))
-        specs.append(pl.BlockSpec((K, R, LANES), lambda w, *_: (0, 0, 0)))
-    return pl.pallas_call(
-        functools.partial(_kernel, sizes=sizes, attend=attend),
-        out_shape=jax.ShapeDtypeStruct((W, K, R, V), queries.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(W,),
-            in_specs=[*specs, *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools)],
-            out_specs=own(V),
-            scratch_shapes=[
-                *(pltpu.VMEM((2, n, *pool.shape[1:]), pool.dtype) for pool in pools),
-                pltpu.SemaphoreType.DMA((2, len(pools))),
-                pltpu.VMEM((K, R, LANES), jnp.float32),
-                pltpu.VMEM((K, R, LANES), jnp.float32),
-                pltpu.VMEM((K, R, V), jnp.float32),
-                pltpu.SMEM((1,), jnp.int32),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES
-        ),
+    if shares > 1:
+        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
+    found = attend_by_rounds(
+        *(_attend, queries, sinks, pools, layout, blocks, sizes),
+        name="stoker_attention",
         interpret=interpret,
-        name=name,
-    )(
-        blocks.slot,
-        blocks.position,
-        blocks.count,
-        blocks.live,
-        layout.page_table.reshape(-1),
-        *operands,
-        *pools,
     )
-
-
-def _kernel(
-    slot_ref: Any,
-    position_ref: Any,
-    count_ref: Any,
-    live_ref: Any,
-    table_ref: Any,
-    q_ref: Any,
-    *refs: Any,
-    sizes: Sizes,
-    attend: Callable[..., None],
-) -> None:
-    """One block of queries, `q_ref [1, K, R, H]`."""
-    sink_ref, refs = (refs[0], refs[1:]) if sizes.sinks else (None, refs)
-    n_pools = sizes.pools
-    pools, out_ref, buffers = refs[:n_pools], refs[n_pools], refs[n_pools + 1 : 2 * n_pools + 1]
-    arrived, peak_ref, total_ref, sum_ref, turn_ref = refs[2 * n_pools + 1 :]
-    w = pl.program_id(0)
-    live, Z, n = live_ref[0], sizes.Z, sizes.pages
-
-    def span(block: Any) -> tuple[Any, Any]:
-        """First and last page that a block of queries sees."""
-        position = position_ref[block]
-        last = jnp.minimum((position + count_ref[block] - 1) // Z, sizes.M - 1)
-        first = jnp.maximum(position - sizes.window + 1, 0) // Z if sizes.window else 0
-        return jnp.minimum(first, last), last
-
-    def copies(block: Any, round_: Any, turn: Any, act: Any) -> None:
-        """Starts, or awaits, the pages of one round."""
-        first, last = span(block)
-        for j in range(n):
-            index = first + round_ * n + j
-
-            @pl.when(index <= last)
-            def _(j: int = j, index: Any = index) -> None:
-                page = table_ref[slot_ref[block] * sizes.M + index]
-                for which, (pool, buffer) in enumerate(zip(pools, buffers, strict=True)):
-                    source, target = pool.at[page], buffer.at[turn, j]
-                    act(pltpu.make_async_copy(source, target, arrived.at[turn, which]))
-
-    @pl.when((w == 0) & (live > 0))
-    def _() -> None:
-        turn_ref[0] = 0
-        copies(0, 0, 0, lambda copy: copy.start())
-
-    @pl.when(w < live)
-    def _() -> None:
-        first, last = span(w)
-        rounds = (last - first) // n + 1
-        begin = turn_ref[0]
-        if sink_ref is None:
-            peak_ref[...] = jnp.full(peak_ref.shape, MASKED, jnp.float32)
-            total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
-        else:
-            peak_ref[...] = sink_ref[...]
-            total_ref[...] = jnp.ones(total_ref.shape, jnp.float32)
-        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
-
-        def work(round_: Any, _: Any) -> Any:
-            turn = (begin + round_) % 2
-
-            @pl.when(round_ + 1 < rounds)
-            def _own() -> None:
-                copies(w, round_ + 1, 1 - turn, lambda copy: copy.start())
-
-            @pl.when((round_ + 1 == rounds) & (w + 1 < live))
-            def _others() -> None:
-                copies(w + 1, 0, 1 - turn, lambda copy: copy.start())
-
-            copies(w, round_, turn, lambda copy: copy.wait())
-            attend(
-                q_ref,
-                [buffer.at[turn] for buffer in buffers],
-                (peak_ref, total_ref, sum_ref),
-                position_ref[w],
-                position_ref[w] + count_ref[w] - 1,
-                (first + round_ * n) * Z,
-                sizes,
-            )
-            return 0
-
-        jax.lax.fori_loop(0, rounds, work, 0)
-        turn_ref[0] = (begin + rounds) % 2
-        total = jnp.maximum(total_ref[...][:, :, :1], 1e-30)
-        out_ref[0] = (sum_ref[...] / total).astype(out_ref.dtype)
+    out, *lse = (blocks.scatter(rows, layout, T, M * Z * shares) for rows in found)
+    return [out, *(row[..., 0] for row in lse)], k_pages, v_pages
 
 
 def _attend(
@@ -289,7 +152,7 @@ def _attend(
 ) -> None:
     """Adds a round of pages, whose first token has position `start`, to the online softmax."""
     K, R = q_ref.shape[1:3]
-    Z, n = sizes.Z, sizes.pages
+    Z, whole, n = sizes.Z, sizes.whole, sizes.pages
     seen = visible(R, position, last, start, sizes)
     k_ref, v_ref = buffers[0], buffers[2 if sizes.quantised else 1]
     narrow = all(ref.dtype != jnp.float32 for ref in (q_ref, k_ref))
@@ -310,17 +173,17 @@ def _attend(
         score = score * sizes.scale
         if sizes.softcap:
             score = sizes.softcap * jnp.tanh(score / sizes.softcap)
-        weights, decay = fold(jnp.where(seen, score, MASKED), peak_ref.at[h], total_ref.at[h])
+        weights, decay = fold(jnp.where(seen, score, NOTHING), peak_ref.at[h], total_ref.at[h])
         added = sum_ref[h] * decay
         for j in range(n):
             part = weights[:, j * Z : (j + 1) * Z]
             values = widen(v_ref[j, h], work)
             # A weight of zero does not silence a NaN that an earlier owner left in the page.
             axis = 0 if sizes.by_token else 1
-            token = start + j * Z + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
+            token = start + j * whole + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
             values = jnp.where(token <= last, values, jnp.zeros_like(values))
             if sizes.quantised:
-                token = start + j * Z + jax.lax.broadcasted_iota(jnp.int32, (1, Z), 1)
+                token = start + j * whole + jax.lax.broadcasted_iota(jnp.int32, (1, Z), 1)
                 part = part * jnp.where(token <= last, buffers[3][j, pl.ds(h, 1), :], 0)
             added = added + jax.lax.dot_general(
                 part.astype(work),
@@ -336,34 +199,3 @@ def _attend(
             head(h)
     else:
         pl.loop(0, K)(head)
-
-
-def visible(R: int, position: Any, last: Any, start: Any, sizes: Sizes) -> jax.Array:
-    """Which keys of a round each of R rows sees, bool `[R, pages * Z]`."""
-    shape = (R, sizes.pages * sizes.Z)
-    key = start + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    row = position + jax.lax.broadcasted_iota(jnp.int32, shape, 0) // sizes.G
-    seen = key <= jnp.minimum(row, last)
-    return seen & (key > row - sizes.window) if sizes.window else seen
-
-
-def fold(score: jax.Array, peak_ref: Any, total_ref: Any) -> tuple[jax.Array, jax.Array]:
-    """Takes scores `[R, C]` into the softmax; those that do not count are `MASKED`.
-
-    Returns:
-      Weights `[R, C]`, and what earlier sums shrink by, `[R, 1]`.
-    """
-    old_peak = peak_ref[...]
-    peak = jnp.maximum(old_peak, score.max(axis=1, keepdims=True))
-    decay = jnp.exp(old_peak - peak)
-    weights = jnp.exp(score - peak[:, :1])
-    peak_ref[...] = peak
-    total_ref[...] = total_ref[...] * decay + weights.sum(axis=1, keepdims=True)
-    return weights, decay[:, :1]
-
-
-def widen(values: jax.Array, work: Any) -> jax.Array:
-    """Numbers of a page as operands of a product; integers pass through float32."""
-    if jnp.issubdtype(values.dtype, jnp.integer):
-        return values.astype(jnp.float32).astype(work)
-    return values.astype(work)

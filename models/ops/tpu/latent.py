@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ from jax.experimental import pallas as pl
 
 from ..blocks import block_size, query_blocks
 from ..layout import Layout
+from ..partial import NOTHING
 from .append import append_latent
-from .attention import MASKED, Sizes, call, fold, pages_at_once, visible, widen
 from .common import EXACT
+from .rounds import Sizes, attend_by_rounds, fold, pages_at_once, visible, widen
 
 #: Queries (rows times heads) that share a reading of the vectors: enough for products to take
 #: longer than the reading does.
@@ -49,17 +51,48 @@ def latent_attention(
     Returns:
       Attention output `[T, N, R]` in q's dtype, still in the latent space, and the pages.
     """
+    (out,), pages = _latent_attention(
+        q, latent, pages, layout, rank=rank, scale=scale, interpret=interpret
+    )
+    return out.astype(q.dtype), pages
+
+
+def partial_latent_attention(
+    *arrays: Any, share: jax.Array | int, shares: int, **options: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`latent_attention` over one of `shares` shares of each page's tokens.
+
+    As `xla.partial_latent_attention`; further arguments are those of `latent_attention`.
+    """
+    (out, lse), pages = _latent_attention(*arrays, part=(share, shares), **options)
+    return out, lse, pages
+
+
+def _latent_attention(
+    q: jax.Array,
+    latent: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    rank: int,
+    scale: float,
+    interpret: Any = False,
+    part: tuple[jax.Array | int, int] | None = None,
+) -> tuple[list[jax.Array], jax.Array]:
+    """Output `[T, N, R]`, of a part in float32 and with logarithms of sums; and the pages."""
+    share, shares = part or (0, 1)
+    pages = append_latent(latent, pages, layout, share=share, shares=shares, interpret=interpret)
     T, N, W = q.shape
     Z, width = pages.shape[1:]
     M = layout.page_table.shape[1]
-    pages = append_latent(latent, pages, layout, interpret=interpret)
     blocks = query_blocks(layout, T, block_size(layout, T, ROWS // N))
     queries = jnp.pad(blocks.gather(q, 1), (*((0, 0),) * 3, (0, width - W)))
     sizes = Sizes(
         G=N,
         Z=Z,
+        whole=Z * shares,
         M=M,
-        pages=pages_at_once(pages, M, 4 if blocks.size * N >= MANY_ROWS else 8),
+        pages=pages_at_once([pages], M, 4 if blocks.size * N >= MANY_ROWS else 8),
         size=blocks.size,
         scale=scale,
         window=0,
@@ -67,16 +100,19 @@ def latent_attention(
         quantised=False,
         sinks=False,
         by_token=True,
+        partial=part is not None,
         values=rank,
         pools=1,
     )
-    out = call(
-        *(queries, None, [pages], layout, blocks, sizes),
-        _attend,
-        interpret,
+    if shares > 1:
+        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
+    found = attend_by_rounds(
+        *(_attend, queries, None, [pages], layout, blocks, sizes),
         name="stoker_latent_attention",
+        interpret=interpret,
     )
-    return blocks.scatter(out, layout, T, M * Z).astype(q.dtype), pages
+    out, *lse = (blocks.scatter(rows, layout, T, M * Z * shares) for rows in found)
+    return [out, *(row[..., 0] for row in lse)], pages
 
 
 def _attend(
@@ -96,11 +132,11 @@ def _attend(
     work = jnp.bfloat16 if narrow else jnp.float32
     precision = None if narrow else EXACT
 
-    @pl.when(start + C > last + 1)
+    @pl.when(start + (sizes.pages - 1) * sizes.whole + sizes.Z > last + 1)
     def _() -> None:
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         held = pages_ref[...]
-        token = start + sizes.Z * jax.lax.broadcasted_iota(jnp.int32, held.shape, 0)
+        token = start + sizes.whole * jax.lax.broadcasted_iota(jnp.int32, held.shape, 0)
         token = token + jax.lax.broadcasted_iota(jnp.int32, held.shape, 1)
         pages_ref[...] = jnp.where(token <= last, held, jnp.zeros_like(held))
 
@@ -112,7 +148,7 @@ def _attend(
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    score = jnp.where(visible(R, position, last, start, sizes), score, MASKED)
+    score = jnp.where(visible(R, position, last, start, sizes), score, NOTHING)
     weights, decay = fold(score, peak_ref.at[0], total_ref.at[0])
     sum_ref[0] = sum_ref[0] * decay + jnp.dot(
         weights.astype(work),

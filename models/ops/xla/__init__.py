@@ -1,10 +1,14 @@
 """The reference implementations: plain XLA, for every platform."""
 
-from .attention import attention, latent_attention
+from .attention import (
+    attention,
+    latent_attention,
+    partial_attention,
+    partial_latent_attention,
+)
 from .matmul import grouped_matmul, head_matmul, matmul, rows_of_groups
 from .routing import combine, deal, route
 from .sample import largest, sample
-from .shared_attention import shared_attention, shared_latent_attention
 
 __all__ = [
     "attention",
@@ -15,9 +19,9 @@ __all__ = [
     "largest",
     "latent_attention",
     "matmul",
+    "partial_attention",
+    "partial_latent_attention",
     "route",
     "rows_of_groups",
     "sample",
-    "shared_attention",
-    "shared_latent_attention",
 ]

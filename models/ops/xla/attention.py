@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from ..elementwise import softcap as soften
 from ..layout import Layout
+from ..partial import NOTHING
 from ..quant_pages import Pages, narrow, store, widen
 
 #: Cache positions that the reference attends to in one round of its loop.
 BLOCK_TOKENS = 128
-_MASKED = -1e30
 # Float32 stays float32, also where a platform multiplies something narrower by default.
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -56,7 +56,7 @@ def attention(
     Returns:
       Attention output `[T, N, H]` in q's dtype, and both page pools.
     """
-    _, total, weighted, k_pages, v_pages = partial_attention(
+    out, _, k_pages, v_pages = partial_attention(
         *(q, k, v, k_pages, v_pages, layout),
         scale=scale,
         sinks=sinks,
@@ -64,12 +64,7 @@ def attention(
         softcap=softcap,
         by_token=by_token,
     )
-    return finished(weighted, total).astype(q.dtype), k_pages, v_pages
-
-
-def finished(weighted: jax.Array, total: jax.Array) -> jax.Array:
-    """Attention output `[T, N, H]` from sums of weighted values and of weights."""
-    return weighted / jnp.maximum(total, 1e-30)[..., None]
+    return out.astype(q.dtype), k_pages, v_pages
 
 
 def partial_attention(
@@ -81,21 +76,22 @@ def partial_attention(
     layout: Layout,
     *,
     scale: float,
-    sinks: jax.Array | None,
-    window: int,
-    softcap: float,
+    sinks: jax.Array | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
     share: jax.Array | int = 0,
     shares: int = 1,
     by_token: bool = True,
-) -> tuple[jax.Array, jax.Array, jax.Array, Pages, Pages]:
-    """`attention` before its division, over one of `shares` equal shares of each page's tokens.
+) -> tuple[jax.Array, jax.Array, Pages, Pages]:
+    """`attention` over one of `shares` equal shares of each page's tokens.
 
-    A page holds `shares * Z` tokens; this share's pages are the Z from `share * Z` on.
+    A page holds `shares * Z` tokens; this share's pages are the Z from `share * Z` on. Rows are
+    written where they belong to these.
 
     Returns:
-      For each row and query head, float32: the peak of the scores `[T, N]`, the sum of weights
-      relative to it `[T, N]` (NaN in rows past their pages), and that of weighted values
-      `[T, N, H]`; and both page pools.
+      Attention output float32 `[T, N, H]`; for each row and query head the logarithm of its summed
+      exponentials, float32 `[T, N]`: `NOTHING`, or about that, where the row sees none of these
+      tokens, and then the output means nothing; and both page pools.
     """
     _, K, H, Z = k_pages.shape
     page, offset = layout.places(q.shape[0], Z, share, shares)
@@ -110,7 +106,7 @@ def partial_attention(
         values = widen(values, -1 if by_token else -2).transpose(turn)
         return keys.reshape(S, pages * Z, K, H), values.reshape(S, pages * Z, K, H)
 
-    sums = _attend(
+    out, lse = _attend(
         *(q, read, (K, H), Z, layout, scale),
         sinks=sinks,
         window=window,
@@ -118,7 +114,7 @@ def partial_attention(
         share=share,
         shares=shares,
     )
-    return *sums, k_pages, v_pages
+    return out, lse, k_pages, v_pages
 
 
 def latent_attention(
@@ -140,10 +136,8 @@ def latent_attention(
     Returns:
       Attention output `[T, N, R]` in q's dtype, still in the latent space, and the pages.
     """
-    _, total, weighted, pages = partial_latent_attention(
-        q, latent, pages, layout, rank=rank, scale=scale
-    )
-    return finished(weighted, total).astype(q.dtype), pages
+    out, _, pages = partial_latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
+    return out.astype(q.dtype), pages
 
 
 def partial_latent_attention(
@@ -156,8 +150,11 @@ def partial_latent_attention(
     scale: float,
     share: jax.Array | int = 0,
     shares: int = 1,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`latent_attention` before its division, over one share; see `partial_attention`."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`latent_attention` over one share, float32, logarithms of sums, and the pages.
+
+    See `partial_attention`, which says more.
+    """
     Z, held = pages.shape[1:]
     W = latent.shape[-1]
     page, offset = layout.places(q.shape[0], Z, share, shares)
@@ -168,8 +165,8 @@ def partial_latent_attention(
         keys = pages[ids].reshape(ids.shape[0], -1, 1, held)[..., :W]
         return keys, keys[..., :rank]
 
-    sums = _attend(q, read, (1, rank), Z, layout, scale, share=share, shares=shares)
-    return *sums, pages
+    out, lse = _attend(q, read, (1, rank), Z, layout, scale, share=share, shares=shares)
+    return out, lse, pages
 
 
 def _attend(
@@ -184,7 +181,7 @@ def _attend(
     softcap: float = 0.0,
     share: jax.Array | int = 0,
     shares: int = 1,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Causal attention of `q [T, N, H]` over pages that hold this step's rows already.
 
     Args:
@@ -201,7 +198,7 @@ def _attend(
       shares: likewise.
 
     Returns:
-      Peaks `[T, N]`, sums of weights `[T, N]` and of weighted values `[T, N, V]`.
+      Output `[T, N, V]` and logarithms of sums `[T, N]`, NaN in rows past their pages.
     """
     T, N, H = q.shape
     K, V = values_shape
@@ -210,6 +207,7 @@ def _attend(
     whole, before = Z * shares, Z * share
     slot, position = layout.rows(T)
     start = layout.query_start[:-1]
+    before_all = layout.kv_lens - jnp.diff(layout.query_start) - window
     row = jnp.minimum(start[:, None] + jnp.arange(Q), T - 1)
     queries = q[row].reshape(S, Q, K, G, H).astype(jnp.float32) * scale
     query_position = position[row]
@@ -225,13 +223,15 @@ def _attend(
         key_position = (index * pages + at // Z) * whole + before + at % Z
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         stale = key_position >= layout.kv_lens[:, None]
+        if window:  # nor one that a later owner put there
+            stale |= key_position <= before_all[:, None]
         values = jnp.where(stale[:, :, None, None], 0, values)
         scores = jnp.einsum("sqkgh,sckh->sqkgc", queries, keys, precision=_EXACT)
         scores = soften(scores, softcap)
         seen = key_position <= query_position[..., None]
         if window:
             seen &= key_position > query_position[..., None] - window
-        scores = jnp.where(seen[:, :, None, None, :], scores, _MASKED)
+        scores = jnp.where(seen[:, :, None, None, :], scores, NOTHING)
         new_peak = jnp.maximum(peak, scores.max(-1))
         decay = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])
@@ -243,13 +243,14 @@ def _attend(
     zeros = jnp.zeros((S, Q, K, G), jnp.float32)
     rounds = (jnp.max(layout.kv_lens) + pages * whole - 1) // (pages * whole)
     if sinks is None:
-        peak, total = zeros + _MASKED, zeros
+        peak, total = zeros + NOTHING, zeros
     else:
-        # Of several shares one has the sinks.
-        peak, total = zeros + sinks.reshape(K, G), zeros + (share == 0)
+        peak, total = zeros + sinks.reshape(K, G), zeros + 1
     first = (peak, total, jnp.zeros((S, Q, K, G, V), jnp.float32))
     peak, total, weighted = jax.lax.fori_loop(0, rounds, block, first)
     rank = jnp.clip(jnp.arange(T) - start[slot], 0, Q - 1)
     peak, total = (x[slot, rank].reshape(T, N) for x in (peak, total))
     total = jnp.where((position >= M * whole)[:, None], jnp.nan, total)
-    return peak, total, weighted[slot, rank].reshape(T, N, V)
+    total = jnp.maximum(total, 1e-30)
+    weighted = weighted[slot, rank].reshape(T, N, V)
+    return weighted / total[..., None], peak + jnp.log(total)

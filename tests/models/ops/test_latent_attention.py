@@ -127,6 +127,29 @@ def test_pallas_kernels_equal_expanded_attention(name: str, platform: str) -> No
     assert not np.asarray(out, np.float32)[sum(rows) :].any()
 
 
+@pytest.mark.parametrize("name", ["xla", "tpu", "gpu"])
+def test_parts_of_pages_make_up_the_whole(name: str) -> None:
+    """Four parts of each page, of which some rows see nothing."""
+    package = {"xla": xla, "tpu": tpu, "gpu": gpu}[name]
+    options = {"interpret": True} if name in PALLAS else {}
+    q, latent, pages, layout, histories = case([1, 5, 0], [70, 3, 9], 1, (N, R, ROPE, 64, 2))
+
+    def part(share, *arrays):
+        attend = package.partial_latent_attention
+        return attend(*arrays, share=share, shares=4, rank=R, scale=0.3, **options)
+
+    attend = interpreted.jitted(part)
+    found = [
+        attend(jnp.int32(share), jnp.float32(q), jnp.float32(latent), held, layout)
+        for share, held in enumerate(jnp.split(jnp.asarray(pages), 4, axis=1))
+    ]
+    outs, sums, after = (np.asarray(parts, np.float64) for parts in zip(*found, strict=True))
+    weights = np.exp(sums - sums.max(axis=0))
+    whole = np.where(weights[..., None] > 0, outs, 0) * weights[..., None]
+    whole = whole.sum(axis=0) / weights.sum(axis=0)[..., None]
+    check(whole, np.concatenate(after, axis=1), q, layout, histories, 0.3)
+
+
 @pytest.mark.parametrize("platform", ["xla", "gpu"])
 def test_a_row_past_its_pages_is_not_a_number_and_writes_nothing(platform: str) -> None:
     q, latent, pages, layout, _ = case([1, 1], [M * Z - 1, 5], 0)

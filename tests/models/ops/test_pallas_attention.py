@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from ragged import GRID, TOLERANCES, Case, Step, check, ragged_step
+from ragged import GRID, SHARED, TOLERANCES, Case, Step, check, check_shares, ragged_step
 
 from stoker.models.ops import Layout, gpu, tpu
 
 KERNELS = {"tpu": tpu.attention, "gpu": gpu.attention}
+PARTIAL = {"tpu": tpu.partial_attention, "gpu": gpu.partial_attention}
 
 
 @pytest.fixture(params=KERNELS)
@@ -43,6 +44,20 @@ def test_kernel_equals_float64(name: str, platform: str) -> None:
     case = GRID[name]
     step = ragged(case, platform)
     check(step, attend(step, platform), TOLERANCES[case.dtype])
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_parts_of_pages_make_up_the_whole(name: str, platform: str) -> None:
+    """On TPUs, where a part is not seen at all, memory that nobody wrote is NaN."""
+    step = ragged(SHARED[name], platform)
+    strict = platform == "tpu" and name == "unseen"
+    options = {name: value for name, value in step.options.items() if name != "sinks"}
+    options |= {"shares": 4, "interpret": pltpu.InterpretParams() if strict else True}
+
+    def part(share: Any, *arrays: Any) -> Any:
+        return PARTIAL[platform](*arrays, share=share, **options)
+
+    check_shares(step, interpreted.jitted(part), 4, TOLERANCES["float32"])
 
 
 @pytest.mark.parametrize("case", [

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ragged
 
 from stoker.models.errors import StokerError
 from stoker.models.ops import Layout, cpu, xla
@@ -305,28 +309,49 @@ def test_wrong_arguments_are_named() -> None:
         run(case, (q[:, :5], k, v, k_pages, v_pages), layout)
 
 
+@pytest.mark.parametrize("name", ragged.SHARED)
+def test_parts_of_pages_make_up_the_whole(name: str) -> None:
+    """By the kernels of each instruction set, on one thread too, and by the reference."""
+    step = ragged.ragged_step(ragged.SHARED[name])
+    options = {name: value for name, value in step.options.items() if name != "sinks"}
+    kernels = [functools.partial(cpu.partial_attention, isa=isa) for isa in ISAS]
+    one = functools.partial(cpu.partial_attention, threads=1)
+    for kernel in (*kernels, one, xla.partial_attention):
+
+        def part(share: jax.Array, *arrays: object, kernel: Callable[..., Any] = kernel) -> Any:
+            return kernel(*arrays, share=share, shares=4, **options)
+
+        ragged.check_shares(step, jax.jit(part), 4, 1e-5)
+
+
 def test_handler_refuses_what_python_would_not_send() -> None:
     (q, k, v, k_pages, v_pages), layout = inputs(Case((4,), (40,)))
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k_pages, v_pages)]
+    results.insert(1, jax.ShapeDtypeStruct((0, 0), jnp.float32))
 
     def call(aliases: dict[int, int], *arrays: jax.Array) -> None:
         function = jax.ffi.ffi_call("stoker_attention", results, input_output_aliases=aliases)
         attributes = {"window": np.int64(0), "softcap": np.float32(0), "scale": np.float32(1)}
-        placement = {"isa": np.int64(0), "threads": np.int64(0)}
+        placement = {"shares": np.int64(1), "isa": np.int64(0), "threads": np.int64(0)}
         jax.block_until_ready(function(*arrays, **attributes, **placement))
 
     turn = (jnp.ones((len(q), 8)),) * 2
     tables = (layout.query_start, layout.kv_lens, layout.page_table, jnp.zeros(0))
+    tables = (*tables, jnp.zeros(0, jnp.int32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="not one buffer"):
         call({}, q, k, v, *turn, k_pages, v_pages, *tables)
     with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
-        call({5: 1, 6: 2}, q, k[:-1], v, *turn, k_pages, v_pages, *tables)
+        call({5: 2, 6: 3}, q, k[:-1], v, *turn, k_pages, v_pages, *tables)
     with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
         wide = jnp.ones((len(q), q.shape[-1]))
-        call({5: 1, 6: 2}, q, k, v, wide, wide, k_pages, v_pages, *tables)
+        call({5: 2, 6: 3}, q, k, v, wide, wide, k_pages, v_pages, *tables)
     with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
-        call({5: 1, 6: 2}, q, k, v, turn[0], turn[1][1:], k_pages, v_pages, *tables)
+        call({5: 2, 6: 3}, q, k, v, turn[0], turn[1][1:], k_pages, v_pages, *tables)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        call({5: 1, 6: 2}, q, k, v, *turn, k_pages, v_pages, *tables[:2], tables[2][0], tables[3])
+        call({5: 2, 6: 3}, q, k, v, *turn, k_pages, v_pages, *tables[:2], tables[2][0], *tables[3:])
+    whole = tables[-1]
     with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
-        call({5: 1, 6: 2}, q, k, v, *turn, k_pages, v_pages, *tables[:3], jnp.zeros(q.shape[1] - 1))
+        call({5: 2, 6: 3}, q, k, v, *turn, k_pages, v_pages, *tables[:-1], jnp.ones(1, jnp.int32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="shapes do not match"):
+        few = jnp.zeros(q.shape[1] - 1)
+        call({5: 2, 6: 3}, q, k, v, *turn, k_pages, v_pages, *tables[:3], few, whole)
