@@ -21,9 +21,6 @@ from .targets import Target
 #: How XLA calls the types of pages.
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 _FLOATS = ("f32", "bf16", "f16")
-_CODES = ("s8", "u8", "f8")
-#: Opcodes of what a program, or the body of a loop, is given.
-_GIVEN = ("parameter", "get-tuple-element")
 _KV_KERNELS = ("stoker_attention", "stoker_latent_attention", "stoker_append")
 
 
@@ -153,7 +150,7 @@ def read_program(
         fits=total <= target.memory_bytes,
         cache_aliased=memory.alias_size_in_bytes >= cache_bytes,
         cache_copies=_cache_copies(hlo, cache),
-        dense_weights=dense_weights(hlo, params),
+        dense_weights=_dense_weights(hlo, params),
         collectives=hlo.collectives(),
         kernels=hlo.kernels(),
         compiler_bytes=compiler_bytes,
@@ -221,8 +218,8 @@ def _cache_copies(hlo: Program, cache: Any) -> int:
     return sum((one.results[0].dtype, one.results[0].shape) in kinds for one in copies)
 
 
-def dense_weights(hlo: Program, params: Any) -> int:
-    """Arrays of floats that codes became, with the sizes of their matrix in some order."""
+def _dense_weights(hlo: Program, params: Any) -> int:
+    """Arrays of floats that have the sizes of a quantised matrix, in some order."""
     sizes = set()
     for weight in jax.tree.leaves(params, is_leaf=is_weight):
         if isinstance(weight, QuantArray):
@@ -230,32 +227,12 @@ def dense_weights(hlo: Program, params: Any) -> int:
             columns = width * 8 // weight.bits
             sizes |= {_sizes((*lead, columns))}
             sizes |= {_sizes((*lead, columns // weight.group, weight.group))}
-    known = {one.name: one for one in hlo.executed()}
+    made = (one for one in hlo.executed() if one.op not in ("parameter", "get-tuple-element"))
     return sum(
-        array.dtype in _FLOATS and _sizes(array.shape) in sizes and _of_codes(one, array, known)
-        for one in known.values()
-        if one.op not in _GIVEN
+        array.dtype in _FLOATS and _sizes(array.shape) in sizes
+        for one in made
         for array in one.results
     )
-
-
-def _of_codes(made: Instruction, array: Array, known: dict[str, Instruction]) -> bool:
-    """Whether an array is made of an argument of as many codes, or of half as many bytes of them.
-
-    Activations may happen to have a matrix's sizes. What our kernels make of codes are products.
-    """
-    seen, waiting = set(), [made]
-    while waiting:
-        one = waiting.pop()
-        if one.name in seen or (kernel_name(one) or "").startswith("stoker_"):
-            continue
-        seen.add(one.name)
-        for source in (known[name] for name in one.operands if name in known):
-            alike = [x.dtype for x in source.results if x.size in (array.size, array.size // 2)]
-            if source.op in _GIVEN and any(dtype.startswith(_CODES) for dtype in alike):
-                return True
-            waiting += [source] if alike else []
-    return False
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:

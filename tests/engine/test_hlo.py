@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from stoker.engine.compiling.hlo import Instruction, Moved, Program
-from stoker.engine.compiling.program_report import dense_weights
-from stoker.models.quantized import QuantArray
 
 TEXT = """
 HloModule example
@@ -105,30 +103,6 @@ def test_the_cheapest_branch_counts_and_custom_calls_as_told() -> None:
     assert program.collectives() == {"all-reduce": 1}
     assert program.kernels() == {"stoker_attention": 1}
     assert program.largest("all-reduce") == 8 * 64
-
-
-def test_weights_that_are_written_out_as_floats_are_made_of_codes() -> None:
-    """Activations of a matrix's sizes are not, nor are the rows of an embedding."""
-    text = """
-ENTRY %main (w: s8[8,64], s: f16[8,2], x: bf16[8,64], e: s8[99,64], i: s32[8]) -> bf16[8,64] {
-  %w = s8[8,64]{1,0} parameter(0)
-  %s = f16[8,2]{1,0} parameter(1)
-  %x = bf16[8,64]{1,0} parameter(2)
-  %e = s8[99,64]{1,0} parameter(3)
-  %i = s32[8]{0} parameter(4)
-  %wide = f32[8,2,32]{2,1,0} convert(%w)
-  %dense = bf16[64,8]{0,1} fusion(%wide, %s), kind=kLoop, calls=%scale
-  %found = s8[8,64]{1,0} gather(%e, %i)
-  %rows = bf16[8,64]{1,0} convert(%found)
-  %y = bf16[8,64]{1,0} add(%x, %rows)
-  ROOT %k = bf16[8,64]{1,0} custom-call(%y, %w), metadata={op_name="jit(f)/stoker_matmul"}
-}
-"""
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    codes = jax.ShapeDtypeStruct((8, 64), "int8", sharding=here)
-    scale = jax.ShapeDtypeStruct((8, 2), "float16", sharding=here)
-    weights = {"w": QuantArray(codes, scale, bits=8, group=32)}
-    assert dense_weights(Program(text), weights) == 2
 
 
 def test_real_programs() -> None:
