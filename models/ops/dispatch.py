@@ -279,8 +279,8 @@ def _attend(
         # `ModelConfig` sees to it that these are plain.
         assert isinstance(k_pages, jax.Array), k_pages
         assert isinstance(v_pages, jax.Array), v_pages
-        attend = getattr(cpu, operation)
-        return attend(q, k, v, k_pages, v_pages, layout, turn=turn, **options)
+        options |= {"turn": turn, "rounded": kernels.activations != "float32"}
+        return getattr(cpu, operation)(q, k, v, k_pages, v_pages, layout, **options)
     q, k = rotate(q, *turn), rotate(k, *turn)
     chosen = attention_choice(kernels, q.shape[-1], jax.tree.leaves(k_pages)[0]).implementation
     if chosen == "xla":
@@ -311,7 +311,12 @@ def latent_attention(
     """
     if kernels.platform == "cpu":
         return cpu.latent_attention(
-            q, latent, pages, layout, rank=rank, scale=scale, norm=norm, turn=turn
+            *(q, latent, pages, layout),
+            rank=rank,
+            scale=scale,
+            norm=norm,
+            turn=turn,
+            rounded=kernels.activations != "float32",
         )
     q, latent = latent_rows(q, latent, rank, norm, turn)
     chosen = latent_choice(kernels, rank, q.shape[-1], pages).implementation
@@ -335,10 +340,12 @@ def partial_latent_attention(
 
     By the implementation that serves `latent_attention`; see `xla.partial_latent_attention`.
     """
+    options: dict[str, Any] = {"rank": rank, "scale": scale, "share": share, "shares": shares}
+    if kernels.platform == "cpu":
+        options["rounded"] = kernels.activations != "float32"
+        return cpu.partial_latent_attention(q, latent, pages, layout, **options)
     chosen = latent_choice(kernels, rank, q.shape[-1], pages).implementation
-    return implementation(chosen).partial_latent_attention(
-        q, latent, pages, layout, rank=rank, scale=scale, share=share, shares=shares
-    )
+    return implementation(chosen).partial_latent_attention(q, latent, pages, layout, **options)
 
 
 def latent_rows(

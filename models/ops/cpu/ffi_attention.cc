@@ -34,7 +34,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
                      ffi::BufferR1<ffi::F32> sinks, Share share, ffi::Result<Floats> out,
                      ffi::Result<Lse> lse, ffi::Result<ffi::AnyBuffer> k_out,
                      ffi::Result<ffi::AnyBuffer> v_out, int64_t window, float softcap, float scale,
-                     int64_t shares, int64_t isa, int64_t limit) {
+                     int64_t shares, bool rounded, int64_t isa, int64_t limit) {
   Attention a{};
   a.T = q.dimensions()[0];
   a.N = q.dimensions()[1];
@@ -89,6 +89,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
   a.window = window;
   a.softcap = softcap;
   a.scale = scale;
+  a.rounded = rounded;
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.out = out->typed_data();
   Crew pool = crew(threads, limit);
@@ -105,7 +106,7 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
                             ffi::BufferR2<ffi::S32> page_table, Share share,
                             ffi::Result<Floats> out, ffi::Result<Lse> lse,
                             ffi::Result<ffi::AnyBuffer> pages_out, int64_t rank, float eps,
-                            float scale, int64_t shares, int64_t isa, int64_t limit) {
+                            float scale, int64_t shares, bool rounded, int64_t isa, int64_t limit) {
   Attention a{};
   a.T = q.dimensions()[0];
   a.N = q.dimensions()[1];
@@ -153,6 +154,7 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
   a.kv_lens = kv_lens.typed_data();
   a.page_table = page_table.typed_data();
   a.scale = scale;
+  a.rounded = rounded;
   a.out = out->typed_data();
   Crew pool = crew(threads, limit);
   const std::string problem = attend(pool, *table, a);
@@ -183,6 +185,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_latent_attention, stoker::latent_attention,
                                   .Attr<float>("eps")
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("shares")
+                                  .Attr<bool>("rounded")
                                   .Attr<int64_t>("isa")
                                   .Attr<int64_t>("threads"));
 
@@ -209,5 +212,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_attention, stoker::attention,
                                   .Attr<float>("softcap")
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("shares")
+                                  .Attr<bool>("rounded")
                                   .Attr<int64_t>("isa")
                                   .Attr<int64_t>("threads"));

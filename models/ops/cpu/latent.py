@@ -25,6 +25,7 @@ def latent_attention(
     scale: float,
     norm: tuple[jax.Array, float] | None = None,
     turn: tuple[jax.Array, jax.Array] | None = None,
+    rounded: bool = False,
     isa: str = "best",
     threads: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
@@ -46,6 +47,9 @@ def latent_attention(
         vectors go through before they are appended; None for none.
       turn: cosines and sines float32 `[T, dims/2]` of the rotary embedding that what is past `rank`
         goes through, of q and of latent vectors; None leaves it as it is.
+      rounded: whether queries and softmax weights may be rounded to bfloat16 where pages are, which
+        takes half the time where processors multiply pairs of such numbers (AVX-512 with BF16);
+        elsewhere, and for odd widths, they stay as they are.
       isa: one of `library.ISAS`.
       threads: most threads to use; 0 for all that XLA has.
 
@@ -62,6 +66,7 @@ def latent_attention(
         scale=scale,
         norm=norm,
         turn=turn,
+        rounded=rounded,
         isa=isa,
         threads=threads,
     )
@@ -78,6 +83,7 @@ def partial_latent_attention(
     shares: int,
     rank: int,
     scale: float,
+    rounded: bool = False,
     isa: str = "best",
     threads: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -93,6 +99,7 @@ def partial_latent_attention(
         turn=None,
         share=share,
         shares=shares,
+        rounded=rounded,
         isa=isa,
         threads=threads,
     )
@@ -109,6 +116,7 @@ def _call(
     scale: float,
     norm: tuple[jax.Array, float] | None,
     turn: tuple[jax.Array, jax.Array] | None,
+    rounded: bool,
     isa: str,
     threads: int,
     share: jax.Array | int = 0,
@@ -147,6 +155,7 @@ def _call(
         eps=np.float32(eps),
         scale=np.float32(scale),
         shares=np.int64(shares),
+        rounded=np.bool_(rounded),
         isa=np.int64(isa_index),
         threads=np.int64(threads),
     )
