@@ -25,6 +25,7 @@ _CALLED = re.compile(
     r"\b(calls|body|true_computation|false_computation|branch_computations)="
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
+_APPLIED = re.compile(r"\bto_apply=%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CONDITION = re.compile(r"\bcondition=%([\w.\-]+)")
 _CONSTANT = re.compile(r"\bconstant\((\d+)\)")
@@ -137,19 +138,19 @@ class Program:
 
     def executed(self) -> list[Instruction]:
         """Instructions of the entry and of what it calls, each once: loops, and all branches."""
-        found: list[Instruction] = []
-        seen: set[str] = set()
+        return [one for computation in self.run() for one in computation.values()]
+
+    def run(self) -> list[Computation]:
+        """The entry and what it calls, but for what is inside fusions."""
+        found: dict[str, Computation] = {}
         waiting = [self.entry]
         while waiting:
             name = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            for instruction in self.computations[name].values():
-                found.append(instruction)
-                if instruction.op != "fusion":
-                    waiting += instruction.called
-        return found
+            if name not in found:
+                found[name] = self.computations[name]
+                plain = (one for one in found[name].values() if one.op != "fusion")
+                waiting += [called for one in plain for called in one.called]
+        return list(found.values())
 
     def collectives(self) -> dict[str, int]:
         """How often each kind of collective occurs."""
@@ -253,7 +254,7 @@ class Program:
                 if source not in one.operands:
                     continue
                 places = [at for at, operand in enumerate(one.operands) if operand == source]
-                if one.op == "bitcast" or self._is_bitcast(one):
+                if one.op == "bitcast" or self._only_renames(one):
                     waiting.append(one.name)
                 elif one.op in SLICES and places == [0]:
                     total += logical(one.results)
@@ -265,10 +266,10 @@ class Program:
                     return whole
         return min(total, whole)
 
-    def _is_bitcast(self, one: Instruction) -> bool:
-        """Whether a fusion only calls its parameter something else."""
+    def _only_renames(self, one: Instruction) -> bool:
+        """Whether a nested fusion only calls its parameter something else, or lays it out anew."""
         return one.op == "fusion" and all(
-            inner.op in ("parameter", "bitcast")
+            inner.op in ("parameter", "bitcast", "copy")
             for inner in self.computations[one.called[0]].values()
         )
 
@@ -310,6 +311,8 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
         found = _INSTRUCTION.match(line)
         if found:
             called = [name for _, names in _CALLED.findall(line) for name in _NAME.findall(names)]
+            if found["op"] == "call":
+                called += [name for name in _APPLIED.findall(line) if name not in called]
             current[found["name"]] = Instruction(
                 name=found["name"],
                 op=found["op"],

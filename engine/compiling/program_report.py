@@ -16,13 +16,13 @@ from ..accounting import StepCost, experts_touched
 from ..programs import device_bytes, own_part
 from .contract import Setup, StepShape
 from .cost_model import Surplus, explain
-from .hlo import Array, Instruction, Moved, Program, kernel_name
+from .hlo import Array, Computation, Instruction, Moved, Program, kernel_name
 from .targets import Target
 
 #: How XLA calls the types of pages.
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 _FLOATS = ("f32", "bf16", "f16")
-_KV_KERNELS = ("stoker_attention", "stoker_append")
+_KV_KERNELS = ("stoker_attention", "stoker_latent_attention", "stoker_append")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +240,10 @@ def _largest_temporary(hlo: Program, cache: Any) -> int:
 
 
 def _dense_weights(hlo: Program, params: Any) -> int:
-    """Arrays of floats that have the sizes of a quantised matrix, in some order."""
+    """Arrays of floats that have the sizes of a quantised matrix, in some order, and come of codes.
+
+    Kernels widen codes inside: what they write are products, of whatever sizes.
+    """
     sizes = set()
     for weight in jax.tree.leaves(params, is_leaf=is_weight):
         if isinstance(weight, QuantArray):
@@ -248,12 +251,20 @@ def _dense_weights(hlo: Program, params: Any) -> int:
             columns = width * 8 // weight.bits
             sizes |= {_sizes((*lead, columns))}
             sizes |= {_sizes((*lead, columns // weight.group, weight.group))}
-    made = (one for one in hlo.executed() if one.op not in ("parameter", "get-tuple-element"))
     return sum(
-        array.dtype in _FLOATS and _sizes(array.shape) in sizes
-        for one in made
+        array.dtype in _FLOATS and _sizes(array.shape) in sizes and _of_codes(one, made, array.size)
+        for made in hlo.run()
+        for one in made.values()
         for array in one.results
     )
+
+
+def _of_codes(one: Instruction, computation: Computation, size: int) -> bool:
+    """Whether an instruction reads as many codes, two of which may share a byte."""
+    if not one.makes or (kernel_name(one) or "").startswith("stoker_"):
+        return False
+    read = (array for name in one.operands for array in computation[name].results)
+    return any(array.size >= size // 2 and array.dtype not in (*_FLOATS, "pred") for array in read)
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ def test_the_cheapest_branch_counts_and_custom_calls_as_told() -> None:
 
 
 def test_real_programs() -> None:
-    """Loops count as often as they run, and a product reads its operands once."""
+    """A product reads its operands once in each round of a loop."""
 
     def steps(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 5, lambda _, x: x @ w, x)
@@ -118,6 +118,37 @@ def test_real_programs() -> None:
     program = Program(jax.jit(steps).lower(*shapes).compile().as_text() or "")
     once = 4 * (64 * 64 + 2 * 8 * 64)
     assert 5 * once <= program.bytes() <= 5 * once + 16 * once
+
+
+#: As compilers for TPUs print loops: how often they run is in their condition.
+LOOP = """
+%body (s: (s32[], f32[8,64])) -> (s32[], f32[8,64]) {
+  %s = (s32[], f32[8,64]{1,0}) parameter(0)
+  %x = f32[8,64]{1,0} get-tuple-element(%s), index=1
+  %i = s32[] get-tuple-element(%s), index=0
+  %y = f32[8,64]{1,0} tanh(%x)
+  ROOT %next = (s32[], f32[8,64]{1,0}) tuple(%i, %y)
+}
+
+%again (t: (s32[], f32[8,64])) -> pred[] {
+  %t = (s32[], f32[8,64]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %limit = s32[]{:T(128)} constant(7)
+  ROOT %less = pred[] compare(%n, %limit), direction=LT
+}
+
+ENTRY %main (o: (s32[], f32[8,64])) -> (s32[], f32[8,64]) {
+  %o = (s32[], f32[8,64]{1,0}) parameter(0)
+  ROOT %w = (s32[], f32[8,64]{1,0}) while(%o), condition=%again, body=%body
+}
+"""
+
+
+def test_loops_count_as_often_as_they_run() -> None:
+    program = Program(LOOP)
+    assert program.bytes() == 7 * 2 * ROWS
+    # The cost model counts them once.
+    assert explain(program, 2 * ROWS) == Surplus(loops=-6 * 2 * ROWS)
 
 
 def test_what_the_cost_model_counts_besides_is_told_apart() -> None:
