@@ -119,7 +119,7 @@ def _surplus(reports: Sequence[StepReport]) -> Table:
     )
     for report in reports:
         if report.weight_bytes and report.surplus is not None:
-            parts = (f"{getattr(report.surplus, name) / 1e6:+,.1f}" for name in names)
+            parts = (_signed(getattr(report.surplus, name)) for name in names)
             table.add_row(
                 *(report.step, _mega(report.program_bytes), *parts, _mega(report.compiler_bytes))
             )
@@ -128,6 +128,11 @@ def _surplus(reports: Sequence[StepReport]) -> Table:
 
 def _mega(size: float | None) -> str:
     return "-" if size is None else f"{size / 1e6:,.1f}"
+
+
+def _signed(size: float) -> str:
+    mega = round(size / 1e6, 1)
+    return f"{mega:+,.1f}" if mega else "0"
 
 
 def _programs(reports: Sequence[StepReport], layers: int) -> list[str]:
