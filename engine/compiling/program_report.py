@@ -240,31 +240,38 @@ def _largest_temporary(hlo: Program, cache: Any) -> int:
 
 
 def _dense_weights(hlo: Program, params: Any) -> int:
-    """Arrays of floats that have the sizes of a quantised matrix, in some order, and come of codes.
+    """Arrays of floats that have the sizes of a quantised matrix, in some order, and come of one.
 
-    Kernels widen codes inside: what they write are products, of whatever sizes.
+    What depends on anything else is no weight, but rows that happen to be as many.
     """
-    sizes = set()
+    sizes, stored = set(), set()
     for weight in jax.tree.leaves(params, is_leaf=is_weight):
         if isinstance(weight, QuantArray):
+            stored |= {own_part(leaf).shape for leaf in jax.tree.leaves(weight)}
             *lead, width = own_part(weight.codes).shape
             columns = width * 8 // weight.bits
             sizes |= {_sizes((*lead, columns))}
             sizes |= {_sizes((*lead, columns // weight.group, weight.group))}
     return sum(
-        array.dtype in _FLOATS and _sizes(array.shape) in sizes and _of_codes(one, made, array.size)
-        for made in hlo.run()
-        for one in made.values()
+        array.dtype in _FLOATS and _sizes(array.shape) in sizes
+        for computation in hlo.run()
+        for one in _made_of(computation, stored)
         for array in one.results
     )
 
 
-def _of_codes(one: Instruction, computation: Computation, size: int) -> bool:
-    """Whether an instruction reads as many codes, two of which may share a byte."""
-    if not one.makes or (kernel_name(one) or "").startswith("stoker_"):
-        return False
-    read = (array for name in one.operands for array in computation[name].results)
-    return any(array.size >= size // 2 and array.dtype not in (*_FLOATS, "pred") for array in read)
+def _made_of(computation: Computation, shapes: set[tuple[int, ...]]) -> list[Instruction]:
+    """Instructions that depend on nothing but arguments of these shapes and constants."""
+    known = {name for name, one in computation.items() if one.op in ("constant", "iota")}
+    found = []
+    for name, one in computation.items():
+        given = one.op in ("parameter", "get-tuple-element")
+        if given and any(array.shape in shapes for array in one.results[:1]):
+            known.add(name)
+        elif one.operands and known.issuperset(one.operands):
+            known.add(name)
+            found.append(one)
+    return [one for one in found if one.makes]
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
