@@ -29,7 +29,8 @@ _APPLIED = re.compile(r"\bto_apply=%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CONDITION = re.compile(r"\bcondition=%([\w.\-]+)")
 _CONSTANT = re.compile(r"\bconstant\((\d+)\)")
-_KERNEL = re.compile(r"\b(stoker_\w+)")
+#: Where an instruction comes from, not what it reads.
+_KERNEL = re.compile(r'op_name="[^"]*\b(stoker_\w+)')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 #: What a fusion of XLA's for GPUs is, where Triton or a library does it.
 _FUSION_KIND = re.compile(r'"fusion_backend_config":\{"kind":"(__\w+)"')

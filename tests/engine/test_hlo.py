@@ -60,7 +60,8 @@ ENTRY %main (a: f32[1000,64], b: s32[8], c: bf16[64,64], d: s32[], p: pred[]) ->
   %m = f32[8,64]{1,0} fusion(%c, %r), kind=kOutput, calls=%product
   %n = f32[8,64]{1,0} fusion(%t, %r), kind=kOutput, calls=%product
   %u = f32[1000,64]{1,0} fusion(%a, %m, %d), kind=kLoop, calls=%update
-  %k = f32[8,64]{1,0} custom-call(%m, %u), custom_call_target="tpu_custom_call", \
+  %stoker_matmul.1 = f32[8,64]{1,0} bitcast(%m)
+  %k = f32[8,64]{1,0} custom-call(%stoker_matmul.1, %u), custom_call_target="tpu_custom_call", \
 metadata={op_name="jit(f)/stoker_attention"}
   %g = f32[8,64]{1,0} all-reduce(%k), replica_groups={}
   ROOT %e = f32[8,64]{1,0} conditional(%p, %g, %g), true_computation=%nothing, \
