@@ -9,6 +9,7 @@ figure is left over, and said.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from .hlo import (
     FREE,
@@ -134,18 +135,19 @@ def _modelled(
         return [(operands[UPDATES[one.op]], update), (one.results[0], update)]
     if one.op != "fusion":
         return [*((array, float(array.nbytes)) for array in operands), *results]
-    fused = one.called[0]
+    fused, tiled = one.called[0], _CUSTOM in one.text
     reads = [
-        (computation[name].results[0], _fused_read(program, fused, number, _CUSTOM in one.text))
+        (computation[name].results[0], _fused_read(program, fused, number, tiled))
         for number, name in enumerate(one.operands)
     ]
-    updated = _updated(program, fused)
+    updated = _updated(program, fused, tiled)
     return [*reads, (one.results[0], updated)] if updated is not None else [*reads, *results]
 
 
-#: Fusions of compilers for TPUs, where a row that is looked up counts as the tile that holds it.
+#: Fusions of compilers for TPUs, where a row that is looked up or updated counts as all tiles that
+#: hold some of it.
 _CUSTOM = "kind=kCustom"
-_TILE_ROWS = 8
+_TILE = re.compile(r"T\((?P<first>\d+)(?P<more>,\d+)?\)")
 
 
 def _fused_read(program: Program, fused: str, number: int, tiled: bool = False) -> float:
@@ -165,18 +167,28 @@ def _fused_read(program: Program, fused: str, number: int, tiled: bool = False) 
             elif one.op == "dynamic-update-slice" and place == 0:
                 sliced += logical(computation[one.operands[1]].results)
             elif one.op == "gather" and place == 0 and tiled:
-                sliced += _TILE_ROWS * logical(one.results)
+                sliced += _tile_rows(parameter) * logical(one.results)
+            elif one.op == "scatter" and place == 0 and tiled:
+                sliced += _tile_rows(parameter) * logical(computation[one.operands[2]].results)
             else:
                 once = whole
     return sliced + once
 
 
-def _updated(program: Program, fused: str) -> float | None:
+def _tile_rows(one: Instruction) -> int:
+    """How many rows lie in a tile: elements, where an array has one axis."""
+    tile = _TILE.search(one.text)
+    return int(tile["first"]) if tile else 1
+
+
+def _updated(program: Program, fused: str, tiled: bool) -> float | None:
     """Bytes that the model has a fusion write, where that is an update in place."""
     computation = program.computations[fused]
     root = next(one for one in computation.values() if one.root)
     while root.op == "bitcast":
         root = computation[root.operands[0]]
-    if root.op != "dynamic-update-slice":
-        return None
-    return logical(computation[root.operands[1]].results)
+    if root.op == "dynamic-update-slice":
+        return logical(computation[root.operands[1]].results)
+    if root.op == "scatter" and tiled:
+        return _tile_rows(root) * logical(computation[root.operands[2]].results)
+    return None
