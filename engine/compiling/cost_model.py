@@ -12,6 +12,7 @@ import dataclasses
 import re
 
 from .hlo import (
+    CALLS,
     FREE,
     SLICES,
     UPDATES,
@@ -76,7 +77,7 @@ def _surplus(program: Program, name: str, call: CallBytes | None) -> Surplus:
             body = one.called[0]
             more = (program.trips(one) - 1) * program.bytes(call, body)
             total += _surplus(program, body, call) + Surplus(loops=-more)
-        elif one.op == "call":
+        elif one.op in CALLS:
             total += _surplus(program, one.called[0], call)
         else:
             total += _of_instruction(program, one, computation, call)
@@ -99,6 +100,8 @@ def _of_instruction(
     real = moved.read + moved.write
     if one.op == "custom-call":
         return Surplus(kernels=-real)
+    if one.op in ("call-done", "async-done"):
+        return Surplus()
     if one.op.endswith(("-start", "-done")):
         return Surplus(copies=_modelled_copy(one) - real)
     arrays = _modelled(program, one, computation)

@@ -44,8 +44,10 @@ FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "iota", "domain"),
 }
+#: What runs another computation, once.
+CALLS = ("call", "call-start", "async-start")
 #: What has results that others made, or that its computations make.
-_HANDS_ON = {*FREE, "while", "conditional", "call"}
+_HANDS_ON = {*FREE, "while", "conditional", "call", "call-done", "async-done"}
 #: What reads rows of its first operand.
 SLICES = {"slice", "dynamic-slice", "gather"}
 #: What writes rows of its first operand in place, and which operand these are.
@@ -185,7 +187,7 @@ class Program:
                 total += min(self.bytes(call, branch) for branch in one.called)
             elif one.op == "while":
                 total += self.bytes(call, one.called[0]) * self.trips(one)
-            elif one.op == "call":
+            elif one.op in CALLS:
                 total += self.bytes(call, one.called[0])
             else:
                 moved = self.moved(one, computation, call)
@@ -312,7 +314,7 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
         found = _INSTRUCTION.match(line)
         if found:
             called = [name for _, names in _CALLED.findall(line) for name in _NAME.findall(names)]
-            if found["op"] == "call":
+            if found["op"] in CALLS:
                 called += [name for name in _APPLIED.findall(line) if name not in called]
             current[found["name"]] = Instruction(
                 name=found["name"],
