@@ -23,6 +23,7 @@ from .targets import Target
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 _FLOATS = ("f32", "bf16", "f16")
 _KV_KERNELS = ("stoker_attention", "stoker_latent_attention", "stoker_append")
+_EXPERT_KERNELS = ("stoker_grouped_matmul", "stoker_integer_grouped_matmul")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +197,7 @@ class _CustomCalls:
         name = kernel_name(one) or ""
         if name in _KV_KERNELS:
             return Moved(self._but_pages(operands), self._but_pages(one.results))
-        if name == "stoker_grouped_matmul":
+        if name in _EXPERT_KERNELS:
             read = sum(self._touched(array) for array in operands if not array.local)
             return Moved(read, sum(array.nbytes for array in one.results if not array.local))
         return None
@@ -221,21 +222,25 @@ def _bytes_of(leaf: Any) -> int:
 
 
 def _kinds(cache: Any) -> set[tuple[str | None, tuple[int, ...]]]:
-    """Types and shapes of one device's pages, as a program says them."""
+    """Types and shapes of one device's pages, as a program says them, but for axes of one."""
     parts = map(own_part, jax.tree.leaves(cache))
-    return {(_TYPES.get(str(part.dtype)), part.shape) for part in parts}
+    return {(_TYPES.get(str(part.dtype)), _wide(part.shape)) for part in parts}
+
+
+def _wide(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
 
 
 def _cache_copies(hlo: Program, cache: Any) -> int:
     kinds = _kinds(cache)
     copies = (one for one in hlo.executed() if one.op in ("copy", "copy-start"))
-    return sum((one.results[0].dtype, one.results[0].shape) in kinds for one in copies)
+    return sum((one.results[0].dtype, _wide(one.results[0].shape)) in kinds for one in copies)
 
 
 def _largest_temporary(hlo: Program, cache: Any) -> int:
     kinds = _kinds(cache)
     made = (array for one in hlo.executed() if one.makes for array in one.results)
-    sizes = (x.nbytes for x in made if not x.local and (x.dtype, x.shape) not in kinds)
+    sizes = (x.nbytes for x in made if not x.local and (x.dtype, _wide(x.shape)) not in kinds)
     return max(sizes, default=0)
 
 
@@ -248,8 +253,8 @@ def _dense_weights(hlo: Program, params: Any) -> int:
     for weight in jax.tree.leaves(params, is_leaf=is_weight):
         if isinstance(weight, QuantArray):
             stored |= {own_part(leaf).shape for leaf in jax.tree.leaves(weight)}
-            *lead, width = own_part(weight.codes).shape
-            columns = width * 8 // weight.bits
+            *lead, groups = own_part(weight.scale).shape
+            columns = groups * weight.group
             sizes |= {_sizes((*lead, columns))}
             sizes |= {_sizes((*lead, columns // weight.group, weight.group))}
     return sum(

@@ -13,6 +13,7 @@ import jax
 
 from ..config import Kernels, ModelConfig
 from ..quantized import QuantArray
+from .rounded import LEAST_ROWS, why_widened
 
 #: Widest head that the GPU kernel takes: its keys and values must fit the shared memory.
 GPU_HEAD = 256
@@ -30,10 +31,17 @@ class Choice:
     Attributes:
       implementation: a folder of `models/ops`: "xla", "cpu", "tpu" or "gpu".
       why: the reason, where it is not the kernels that were asked for; or what they are.
+      integer_rows: of a product, the rows (of a group, on average) from which activations are
+        rounded to int8 and multiplied as integers; 0: never.
     """
 
     implementation: str
     why: str
+    integer_rows: int = 0
+
+    def integers(self, rows: int) -> bool:
+        """Whether a product of so many rows is one of integers."""
+        return 0 < self.integer_rows <= rows
 
 
 def implementation(name: str) -> ModuleType:
@@ -42,7 +50,7 @@ def implementation(name: str) -> ModuleType:
 
 
 def product_choice(kernels: Kernels, weight: Any) -> Choice:
-    """Who multiplies with `weight [R, C]`, or each head of rows with its own of `[N, R, C]`."""
+    """Who multiplies with `weight [R, C]`."""
     if kernels.platform in ("xla", "cpu"):
         return _plain(kernels)
     if not isinstance(weight, QuantArray):
@@ -50,7 +58,14 @@ def product_choice(kernels: Kernels, weight: Any) -> Choice:
     reason = implementation(kernels.platform).why_unsupported(weight)
     if reason:
         return Choice("xla", f"{reason}; the dense weights are written to memory first")
-    return Choice(kernels.platform, "codes are widened inside the kernel")
+    return _kernel_choice(kernels, weight, "codes are widened inside the kernel")
+
+
+def head_choice(kernels: Kernels, weight: Any) -> Choice:
+    """Who multiplies each head of rows with its matrix of `weight [N, R, C]`: never integers."""
+    if kernels.platform in ("xla", "cpu"):
+        return _plain(kernels)
+    return product_choice(dataclasses.replace(kernels, activations="float32"), weight)
 
 
 def grouped_choice(kernels: Kernels, weight: Any) -> Choice:
@@ -62,7 +77,18 @@ def grouped_choice(kernels: Kernels, weight: Any) -> Choice:
         reason = module.why_unsupported(weight)
         if reason:
             return Choice("xla", f"{reason}; all dense matrices are written to memory first")
-    return Choice(kernels.platform, "matrices of groups without rows are not read")
+    return _kernel_choice(kernels, weight, "matrices of groups without rows are not read")
+
+
+def _kernel_choice(kernels: Kernels, weight: Any, why: str) -> Choice:
+    """A TPU's or GPU's own product: of integers, where these were asked for and are faster."""
+    if kernels.activations != "int8" or not isinstance(weight, QuantArray):
+        return Choice(kernels.platform, why)
+    reason = why_widened(weight)
+    if reason:
+        return Choice(kernels.platform, f"{why}; floats are faster than integers for {reason}")
+    integers = f"from {LEAST_ROWS} rows on, activations are rounded to int8"
+    return Choice(kernels.platform, f"{why}; {integers}", LEAST_ROWS)
 
 
 def attention_choice(kernels: Kernels, head_dim: int, pool: jax.Array | None = None) -> Choice:
@@ -109,7 +135,7 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
     matrices = [weight for weight in weights if weight.ndim > 1]
     products = [product_choice(kernels, weight) for weight in matrices if weight.ndim == 2]
     stacked = [(_of_heads(config, weight), weight) for weight in matrices if weight.ndim == 3]
-    heads = [product_choice(kernels, weight) for of_heads, weight in stacked if of_heads]
+    heads = [head_choice(kernels, weight) for of_heads, weight in stacked if of_heads]
     grouped = [grouped_choice(kernels, weight) for of_heads, weight in stacked if not of_heads]
     found = {"products": _joined(products or [product_choice(kernels, None)])}
     if heads:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...errors import StokerError
 from ...quantized import QuantArray
 from ..visits import halves
-from .common import EXACT, LANES, VMEM_BYTES
+from .common import EXACT, VMEM_BYTES
 from .widen import PIECE, Format, format_of, read_scales, scratch_width, why_unsupported, widen
 
 #: Heads whose matrices are on their way at once: those of one alone are soon read.
@@ -49,10 +49,6 @@ def head_matmul(
         )
     (T, N, C), R = x.shape, weight.shape[1]
     format_, leaves = format_of(weight)
-    # Narrow rows lie by columns in memory (see `format_of`).
-    by_columns = format_.columns % LANES != 0
-    if by_columns:
-        leaves[0] = leaves[0].swapaxes(1, 2)
     by_head = x.swapaxes(0, 1)
     operands = [by_head]
     if format_.bits == 4:
@@ -65,7 +61,7 @@ def head_matmul(
         return pl.BlockSpec((heads, rows, width), lambda h, t: (h, t, 0))
 
     out = pl.pallas_call(
-        functools.partial(_kernel, format_=format_, n_x=len(operands), by_columns=by_columns),
+        functools.partial(_kernel, format_=format_, n_x=len(operands)),
         out_shape=jax.ShapeDtypeStruct((N, T, R), dtype),
         grid=(-(-N // heads), -(-T // rows)),
         in_specs=[
@@ -86,7 +82,7 @@ def head_matmul(
     return out.swapaxes(0, 1)
 
 
-def _kernel(*refs: Any, format_: Format, n_x: int, by_columns: bool) -> None:
+def _kernel(*refs: Any, format_: Format, n_x: int) -> None:
     """Some heads' rows; the first of them find the heads' matrices still to be widened."""
     n_factors = sum(map(bool, format_.kinds))
     x_refs, codes_ref = refs[:n_x], refs[n_x]
@@ -103,12 +99,7 @@ def _kernel(*refs: Any, format_: Format, n_x: int, by_columns: bool) -> None:
             read_scales([ref.at[pl.ds(h, 1)] for ref in factor_refs], format_, scale_refs)
             for start in range(0, format_.columns, PIECE):
                 columns = pl.ds(start, min(PIECE, format_.columns - start))
-                codes = (
-                    _from_columns(codes_ref[h, columns])
-                    if by_columns
-                    else (codes_ref[h, :, columns])
-                )
-                parts = widen(codes, start, format_, scale_refs, work)
+                parts = widen(codes_ref[h, :, columns], start, format_, scale_refs, work)
                 for ref, part in zip(wide_refs, parts, strict=True):
                     ref[h, :, columns] = part
 
@@ -125,12 +116,3 @@ def _kernel(*refs: Any, format_: Format, n_x: int, by_columns: bool) -> None:
             for x_ref, wide_ref in zip(x_refs, wide_refs, strict=True)
         ]
         out_ref[h] = sum(products[1:], products[0]).astype(out_ref.dtype)
-
-
-def _from_columns(codes: jax.Array) -> jax.Array:
-    """`[R, n]` of codes `[n, R]`, as numbers that can be turned; exact."""
-    whole = jnp.issubdtype(codes.dtype, jnp.integer)
-    wide = (codes.astype(jnp.int32) if whole else codes).astype(jnp.float32)
-    missing = jnp.zeros((-wide.shape[0] % LANES, wide.shape[1]), jnp.float32)
-    turned = jnp.concatenate([wide, missing], axis=0).T[:, : codes.shape[0]]
-    return turned.astype(jnp.int32) if whole else turned

@@ -18,10 +18,11 @@ from products import (
     check,
     check_grouped,
     check_heads,
+    check_integers,
     device,
     experts,
 )
-from quantised import FORMATS, random_levels, random_quant
+from quantised import FORMATS, NARROW, WIDE, random_levels, random_quant
 
 from stoker.models.errors import StokerError
 from stoker.models.ops import gpu, tpu
@@ -103,6 +104,11 @@ def test_ready_weights_stand_for_the_same_numbers() -> None:
     }
     np.testing.assert_array_equal(dequantize(device(turned)), dequantize(device(plain)))
     assert ready(turned).scale is turned.scale
+    short = random_quant("q4_1", 8)
+    assert ready(short).shape == short.shape
+    assert ready(short).codes.shape == (8, 128)
+    assert ready(short).row_bytes == 80
+    np.testing.assert_array_equal(dequantize(device(ready(short))), dequantize(device(short)))
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0]])
@@ -127,7 +133,29 @@ def test_matrices_of_idle_groups_are_not_read(kernels: ModuleType) -> None:
 
 @pytest.mark.parametrize(("name", "heads", "rows"), [("q4_1", 9, 3), ("wide_group", 2, 1)])
 def test_heads(name: str, heads: int, rows: int, kernels: ModuleType) -> None:
-    """More heads than a block has, whose rows lie by columns on a TPU; and few, which do not."""
+    """More heads than a block has, whose rows are filled up on a TPU; and few, which are whole."""
     weight = loaded(experts(name, heads, 24), kernels)
     x = activations(rows * heads, weight.shape[-1]).reshape(rows, heads, -1)
     check_heads(kernels, x, weight)
+
+
+@pytest.mark.parametrize("name", [*WIDE, *NARROW])
+def test_rounded_rows_and_codes_are_multiplied_as_integers(name: str, kernels: ModuleType) -> None:
+    weight = loaded(device(random_quant(name, 48)), kernels)
+    if name in NARROW and kernels is tpu:
+        with pytest.raises(StokerError, match="activations='float32'"):
+            kernels.integer_matmul(activations(1, weight.shape[1]), weight, interpret=True)
+    else:
+        check_integers(kernels, activations(133, weight.shape[1]), weight)
+
+
+def test_integers_of_groups(kernels: ModuleType) -> None:
+    weight = loaded(experts("awq", 3, 16), kernels)
+    check_grouped(kernels, activations(142, 384), weight, [5, 0, 137], integers=True)
+
+
+def test_what_integers_do_not_serve_is_refused_by_name(kernels: ModuleType) -> None:
+    for array in (random_quant("q4_0", 8), random_quant("q4_k", 8), random_levels("mxfp4", 8)):
+        weight = device(array)
+        with pytest.raises(StokerError, match="cannot be multiplied as integers"):
+            kernels.integer_matmul(activations(1, weight.shape[1]), weight, interpret=True)
