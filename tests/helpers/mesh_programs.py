@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from typing import Any
 
@@ -57,6 +58,10 @@ LARGE = {
         **_BFLOAT16,
     ),
 }
+#: A call of an attention kernel: by its target on a CPU, by its name on a TPU.
+_ATTENTION = re.compile(
+    r'custom_call_target="stoker_attention"|%stoker_attention\S* = .* custom-call'
+)
 #: Slots, context, pages and rows of what is compiled.
 SMALL_SIZES = {"slots": 4, "context": 128, "pages": 32, "rows": 64}
 LARGE_SIZES = {"slots": 16, "context": 4096, "pages": 2048, "rows": 256}
@@ -91,7 +96,7 @@ def program(topology: str, job: str) -> dict[str, Any]:
         "collectives": collectives(made),
         "largest_gather": largest_gather(made),
         "copies": cache_copies(made, pages),
-        "attention": (made.as_text() or "").count('custom_call_target="stoker_attention"'),
+        "attention": len(_ATTENTION.findall(made.as_text() or "")),
         "argument_bytes": memory.argument_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,

@@ -20,7 +20,7 @@ from stoker.engine import steps
 from stoker.engine.cache import new_cache
 from stoker.engine.on_mesh import on_mesh
 from stoker.engine.sampling_params import SamplingParams
-from stoker.models.config import LayerKind, ModelConfig
+from stoker.models.config import Kernels, LayerKind, ModelConfig
 from stoker.models.parameters import Params
 from stoker.models.parts import Latent
 from stoker.models.placing.placement import place_params, split_config
@@ -60,7 +60,8 @@ CASES = {
 
 
 def case(name: str, kernels: str = "xla") -> ModelConfig:
-    return dataclasses.replace(TINY, kernels=KERNELS[kernels], **CASES[name])
+    chosen = KERNELS.get(kernels) or Kernels(kernels)
+    return dataclasses.replace(TINY, kernels=chosen, **CASES[name])
 
 
 @functools.lru_cache(maxsize=2)

@@ -93,6 +93,8 @@ def test_steps_hold_exactly_the_collectives_that_they_need(
 def test_programs_for_tpus_hold_no_others(helpers_on_path: dict[str, str], name: str) -> None:
     meshes = ("tensor:8", "data:2,expert:2,tensor:2", "sequence:2,tensor:4")
     jobs = [f"{name}/{mesh}/{step}" for mesh in meshes for step in ("decode", "prefill")]
+    if name == "plain":
+        jobs.append("plain/sequence:4/prefill+tpu")
     for job, found in zip(jobs, programs(helpers_on_path, "v5e:2x4", *jobs), strict=True):
         mesh = job.split("/")[1]
         wanted = expected(mesh, LAYERS)
@@ -104,6 +106,7 @@ def test_programs_for_tpus_hold_no_others(helpers_on_path: dict[str, str], name:
             wanted["all-reduce"] += 3
             wanted["all-gather"] += 2
         assert found["collectives"] == wanted, job
+        assert found["attention"] == (LAYERS if job.endswith("+tpu") else 0), job
         assert found["largest_gather"] < 2**14
         assert found["aliased_bytes"] >= found["cache_bytes"]
 
