@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ..engine.compiling.cost_model import Surplus
 from ..engine.compiling.program_report import StepRefused, StepReport
 
 
@@ -18,7 +20,7 @@ def print_report(
     for line in _heading(described):
         console.print(line, markup=False, soft_wrap=True)
     made = [report for report in reports if isinstance(report, StepReport)]
-    for table in (_memory(made, described), _bytes(made, described)):
+    for table in (_memory(made, described), _bytes(made, described), _surplus(made)):
         console.print()
         console.print(table)
     console.print()
@@ -109,8 +111,28 @@ def _bytes(reports: Sequence[StepReport], described: dict[str, Any]) -> Table:
     return table
 
 
+def _surplus(reports: Sequence[StepReport]) -> Table:
+    """Where the cost model's bytes are those of the program, and where they are others."""
+    names = [field.name for field in dataclasses.fields(Surplus)]
+    table = _table(
+        *("MB by the cost model", "program", *(name.replace("_", " ") for name in names), "in all")
+    )
+    for report in reports:
+        if report.weight_bytes and report.surplus is not None:
+            parts = (_signed(getattr(report.surplus, name)) for name in names)
+            table.add_row(
+                *(report.step, _mega(report.program_bytes), *parts, _mega(report.compiler_bytes))
+            )
+    return table
+
+
 def _mega(size: float | None) -> str:
     return "-" if size is None else f"{size / 1e6:,.1f}"
+
+
+def _signed(size: float) -> str:
+    mega = round(size / 1e6, 1)
+    return f"{mega:+,.1f}" if mega else "0"
 
 
 def _programs(reports: Sequence[StepReport], layers: int) -> list[str]:

@@ -167,7 +167,7 @@ class Setup:
         return lower_step(step, config, *arguments, mesh=self.mesh, top=MAX_TOP, **static)
 
     def cost(self, shape: StepShape) -> StepCost:
-        """What one device must move and compute in one of these steps, by Stoker's count.
+        """What one device must move and compute in one call of this program, by Stoker's count.
 
         Every sequence is taken to be as long as `context`: compilers know shapes, not lengths.
         """
@@ -182,8 +182,9 @@ class Setup:
         )
         rows = shape.rows / shared
         cost = step_cost(own, params, [self.context] * shape.sequences, rows)
-        return dataclasses.replace(
+        cost = dataclasses.replace(
             cost,
             kv_read=cost.kv_read / shared,
             logits=cost.logits * (shape.rows if shape.step == "score" else 1),
         )
+        return StepCost(*(shape.repeat * figure for figure in dataclasses.astuple(cost)))

@@ -19,13 +19,18 @@ _INSTRUCTION = re.compile(
 )
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d,]*)\](?P<layout>\{[^}]*\})?")
+_TILED = re.compile(r"\{(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
     r"\b(calls|body|true_computation|false_computation|branch_computations)="
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
+_APPLIED = re.compile(r"\bto_apply=%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_KERNEL = re.compile(r"\b(stoker_\w+)")
+_CONDITION = re.compile(r"\bcondition=%([\w.\-]+)")
+_CONSTANT = re.compile(r"\bconstant\((\d+)\)")
+#: Where an instruction comes from, not what it reads.
+_KERNEL = re.compile(r'op_name="[^"]*\b(stoker_\w+)')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 #: What a fusion of XLA's for GPUs is, where Triton or a library does it.
 _FUSION_KIND = re.compile(r'"fusion_backend_config":\{"kind":"(__\w+)"')
@@ -35,12 +40,18 @@ _PLACING = re.compile(
 )
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 #: What names bytes without moving them.
-_FREE = {
+FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "iota", "domain"),
 }
-_SLICES = {"slice", "dynamic-slice", "gather"}
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+#: What runs another computation, once.
+CALLS = ("call", "call-start", "async-start")
+#: What has results that others made, or that its computations make.
+_HANDS_ON = {*FREE, "while", "conditional", "call", "call-done", "async-done"}
+#: What reads rows of its first operand.
+SLICES = {"slice", "dynamic-slice", "gather"}
+#: What writes rows of its first operand in place, and which operand these are.
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +62,13 @@ class Array:
       dtype: as XLA calls it: `bf16`, `s8`, `f8e4m3fn`.
       shape: its sizes.
       local: it is in a TPU's vector memory.
+      tiled: elements with what tiles pad.
     """
 
     dtype: str
     shape: tuple[int, ...]
     local: bool
+    tiled: int
 
     @property
     def size(self) -> int:
@@ -66,6 +79,11 @@ class Array:
     def nbytes(self) -> int:
         """Bytes, without what tiles pad."""
         return -(-self.size * _bits(self.dtype) // 8)
+
+    @property
+    def padding(self) -> int:
+        """Bytes that tiles pad."""
+        return -(-self.tiled * _bits(self.dtype) // 8) - self.nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +107,11 @@ class Instruction:
     called: tuple[str, ...]
     text: str = dataclasses.field(repr=False)
     root: bool = False
+
+    @property
+    def makes(self) -> bool:
+        """Whether it makes its results, rather than names, awaits or is handed them."""
+        return self.op not in _HANDS_ON and not self.op.endswith("-start")
 
 
 Computation = dict[str, Instruction]
@@ -118,19 +141,19 @@ class Program:
 
     def executed(self) -> list[Instruction]:
         """Instructions of the entry and of what it calls, each once: loops, and all branches."""
-        found: list[Instruction] = []
-        seen: set[str] = set()
+        return [one for computation in self.run() for one in computation.values()]
+
+    def run(self) -> list[Computation]:
+        """The entry and what it calls, but for what is inside fusions."""
+        found: dict[str, Computation] = {}
         waiting = [self.entry]
         while waiting:
             name = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            for instruction in self.computations[name].values():
-                found.append(instruction)
-                if instruction.op != "fusion":
-                    waiting += instruction.called
-        return found
+            if name not in found:
+                found[name] = self.computations[name]
+                plain = (one for one in found[name].values() if one.op != "fusion")
+                waiting += [called for one in plain for called in one.called]
+        return list(found.values())
 
     def collectives(self) -> dict[str, int]:
         """How often each kind of collective occurs."""
@@ -148,60 +171,75 @@ class Program:
         sizes = (array.size for one in self.executed() if one.op in ops for array in one.results)
         return max(sizes, default=0)
 
-    def bytes(self, call: CallBytes | None = None) -> float:
+    def bytes(self, call: CallBytes | None = None, name: str | None = None) -> float:
         """Bytes that one call moves; of branches, what the cheapest moves.
 
         Branches are work that requests may ask for, such as penalties: a step without it skips
         them. A loop whose length is not known counts once.
-        """
-        return self._bytes(self.entry, call)
 
-    def _bytes(self, name: str, call: CallBytes | None) -> float:
-        computation, total = self.computations[name], 0.0
+        Args:
+          call: what custom calls move.
+          name: of a computation other than the program's entry.
+        """
+        computation, total = self.computations[name or self.entry], 0.0
         for one in computation.values():
             if one.op == "conditional":
-                total += min(self._bytes(branch, call) for branch in one.called)
+                total += min(self.bytes(call, branch) for branch in one.called)
             elif one.op == "while":
-                trips = _TRIPS.search(one.text)
-                body = self._bytes(one.called[0], call)
-                total += body * (int(trips[1]) if trips else 1)
-            elif one.op == "call":
-                total += self._bytes(one.called[0], call)
+                total += self.bytes(call, one.called[0]) * self.trips(one)
+            elif one.op in CALLS:
+                total += self.bytes(call, one.called[0])
             else:
                 moved = self.moved(one, computation, call)
                 total += moved.read + moved.write
         return total
 
+    def trips(self, one: Instruction) -> int:
+        """How often the body of a `while` runs; 1 where that is not known.
+
+        Where the program does not say, the counter starts at zero, as JAX's loops have it.
+        """
+        said = _TRIPS.search(one.text)
+        if said:
+            return int(said[1])
+        condition = _CONDITION.search(one.text)
+        computation = self.computations[condition[1]] if condition else {}
+        for test in computation.values():
+            if test.root and test.op == "compare" and "direction=LT" in test.text:
+                limit = _CONSTANT.search(computation[test.operands[1]].text)
+                return int(limit[1]) if limit else 1
+        return 1
+
     def moved(
         self, one: Instruction, computation: Computation, call: CallBytes | None = None
     ) -> Moved:
         """Bytes that one instruction reads and writes, but for those of what it calls."""
-        if one.op in _FREE or one.op.endswith("-done"):
+        if one.op in FREE or one.op.endswith("-done"):
             return Moved(0, 0)
         operands = [array for name in one.operands for array in computation[name].results]
         if one.op == "custom-call" and call is not None:
             special = call(one, operands)
             if special is not None:
                 return special
-        if one.op in _SLICES:
-            return Moved(_logical(one.results), _held(one.results))
-        if one.op in _UPDATES:
-            update = operands[_UPDATES[one.op]].nbytes
+        if one.op in SLICES:
+            return Moved(logical(one.results), held(one.results))
+        if one.op in UPDATES:
+            update = operands[UPDATES[one.op]].nbytes
             return Moved(update, update)
         if one.op.endswith("-start"):
             # Operands, results and tokens together: what arrives was read.
             into = one.results[1:2] or one.results
             if one.op == "copy-start":
                 into = one.results[:1]
-            return Moved(min(_held(operands), _logical(into)), _held(into))
+            return Moved(min(held(operands), logical(into)), held(into))
         if one.op == "fusion":
             fused = one.called[0]
             read = sum(
-                min(self._parameter_read(fused, number), _held(computation[name].results))
+                min(self._parameter_read(fused, number), held(computation[name].results))
                 for number, name in enumerate(one.operands)
             )
             return Moved(read, self._fusion_write(fused, one.results))
-        return Moved(_held(operands), _held(one.results))
+        return Moved(held(operands), held(one.results))
 
     @functools.cache  # noqa: B019 - programs are few, and short-lived
     def _parameter_read(self, name: str, number: int) -> float:
@@ -209,7 +247,7 @@ class Program:
         computation = self.computations[name]
         tag = f"parameter({number})"
         parameter = next(one for one in computation.values() if tag in one.text)
-        whole, total = _logical(parameter.results), 0.0
+        whole, total = logical(parameter.results), 0.0
         waiting = [parameter.name]
         while waiting:
             source = waiting.pop()
@@ -219,11 +257,11 @@ class Program:
                 if source not in one.operands:
                     continue
                 places = [at for at, operand in enumerate(one.operands) if operand == source]
-                if one.op == "bitcast" or self._is_bitcast(one):
+                if one.op == "bitcast" or self._only_renames(one):
                     waiting.append(one.name)
-                elif one.op in _SLICES and places == [0]:
-                    total += _logical(one.results)
-                elif one.op in _UPDATES and places == [0]:
+                elif one.op in SLICES and places == [0]:
+                    total += logical(one.results)
+                elif one.op in UPDATES and places == [0]:
                     continue
                 elif one.op == "fusion":
                     total += sum(self._parameter_read(one.called[0], at) for at in places)
@@ -231,10 +269,10 @@ class Program:
                     return whole
         return min(total, whole)
 
-    def _is_bitcast(self, one: Instruction) -> bool:
-        """Whether a fusion only calls its parameter something else."""
+    def _only_renames(self, one: Instruction) -> bool:
+        """Whether a nested fusion only calls its parameter something else, or lays it out anew."""
         return one.op == "fusion" and all(
-            inner.op in ("parameter", "bitcast")
+            inner.op in ("parameter", "bitcast", "copy")
             for inner in self.computations[one.called[0]].values()
         )
 
@@ -244,9 +282,9 @@ class Program:
         root = next(one for one in computation.values() if one.root)
         while root.op == "bitcast":
             root = computation[root.operands[0]]
-        if root.op in _UPDATES and len(results) == 1:
-            return _logical(computation[root.operands[_UPDATES[root.op]]].results)
-        return _held(results)
+        if root.op in UPDATES and len(results) == 1:
+            return logical(computation[root.operands[UPDATES[root.op]]].results)
+        return held(results)
 
 
 def kernel_name(one: Instruction) -> str | None:
@@ -276,6 +314,8 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
         found = _INSTRUCTION.match(line)
         if found:
             called = [name for _, names in _CALLED.findall(line) for name in _NAME.findall(names)]
+            if found["op"] in CALLS:
+                called += [name for name in _APPLIED.findall(line) if name not in called]
             current[found["name"]] = Instruction(
                 name=found["name"],
                 op=found["op"],
@@ -290,13 +330,27 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
 
 def _arrays(text: str) -> list[Array]:
     return [
-        Array(
-            found["dtype"],
-            tuple(map(int, filter(None, found["sizes"].split(",")))),
-            re.search(r"S\([1-9]", found["layout"] or "") is not None,
-        )
+        _array(found["dtype"], _numbers(found["sizes"]), found["layout"] or "")
         for found in _ARRAY.finditer(text)
     ]
+
+
+def _array(dtype: str, shape: tuple[int, ...], layout: str) -> Array:
+    local = re.search(r"S\([1-9]", layout) is not None
+    tiled, found = math.prod(shape), _TILED.match(layout)
+    if found:
+        # Sizes from the slowest to the fastest axis; the tile covers the last of them.
+        tile = _numbers(found["tile"])
+        sizes = [shape[axis] for axis in reversed(_numbers(found["order"]))]
+        sizes = [1] * (len(tile) - len(sizes)) + sizes
+        whole = len(sizes) - len(tile)
+        padded = (-(-size // of) * of for size, of in zip(sizes[whole:], tile, strict=True))
+        tiled = math.prod(sizes[:whole]) * math.prod(padded)
+    return Array(dtype, shape, local, tiled)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, filter(None, text.split(","))))
 
 
 def _bits(dtype: str) -> int:
@@ -306,11 +360,11 @@ def _bits(dtype: str) -> int:
     return int(digits[0]) if digits else 0
 
 
-def _held(arrays: list[Array] | tuple[Array, ...]) -> float:
+def held(arrays: list[Array] | tuple[Array, ...]) -> float:
     """Bytes of those that are in memory."""
     return sum(array.nbytes for array in arrays if not array.local)
 
 
-def _logical(arrays: list[Array] | tuple[Array, ...]) -> float:
+def logical(arrays: list[Array] | tuple[Array, ...]) -> float:
     """Bytes of all of them."""
     return sum(array.nbytes for array in arrays)

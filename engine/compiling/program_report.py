@@ -15,13 +15,14 @@ from ...models.quantized import QuantArray
 from ..accounting import StepCost, experts_touched
 from ..programs import device_bytes, own_part
 from .contract import Setup, StepShape
-from .hlo import Array, Instruction, Moved, Program, kernel_name
+from .cost_model import Surplus, explain
+from .hlo import Array, Computation, Instruction, Moved, Program, kernel_name
 from .targets import Target
 
 #: How XLA calls the types of pages.
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 _FLOATS = ("f32", "bf16", "f16")
-_KV_KERNELS = ("stoker_attention", "stoker_append")
+_KV_KERNELS = ("stoker_attention", "stoker_latent_attention", "stoker_append")
 _EXPERT_KERNELS = ("stoker_grouped_matmul", "stoker_integer_grouped_matmul")
 
 
@@ -44,13 +45,14 @@ class StepReport:
       cache_aliased: the results hold the donated cache where it lies.
       cache_copies: instructions that copy a whole array of pages, to wherever.
       dense_weights: instructions that write a quantised matrix out as floats.
+      largest_temporary: bytes of the largest array that it makes in memory, but for pages.
       collectives: how often each kind occurs, all layers together.
       kernels: how often each is called; the compiler's own by its name for them.
-      compiler_bytes: moved, by the compiler's cost model; all branches, no live lengths, and of
-        custom calls what the model makes of them. None where it does not say.
+      compiler_bytes: moved, by the compiler's cost model. None where it does not say.
       compiler_operations: likewise.
       program_bytes: moved in memory by the program's instructions (`hlo.Program.bytes`); pages as
         `counted` has them, experts as many as are expected to be touched.
+      surplus: why the cost model says other bytes than that. None where it says none.
       counted: what must be moved and computed, by Stoker's count, with all contexts full.
     """
 
@@ -68,11 +70,13 @@ class StepReport:
     cache_aliased: bool
     cache_copies: int
     dense_weights: int
+    largest_temporary: int
     collectives: dict[str, int]
     kernels: dict[str, int]
     compiler_bytes: float | None
     compiler_operations: float | None
     program_bytes: float
+    surplus: Surplus | None
     counted: StepCost
 
     def to_json(self) -> dict[str, Any]:
@@ -136,7 +140,11 @@ def read_program(
         + memory.temp_size_in_bytes
         + memory.generated_code_size_in_bytes
     )
-    moved = hlo.bytes(_CustomCalls(setup, params, cache, shape.rows))
+    calls = _CustomCalls(setup, params, cache, shape.rows)
+    pages = 0 if admits else _kv_bytes(hlo, cost)
+    surplus = None
+    if compiler_bytes is not None:
+        surplus = explain(hlo, compiler_bytes, calls) + Surplus(kernels=-pages)
     return StepReport(
         step=str(shape),
         seconds=seconds,
@@ -152,11 +160,13 @@ def read_program(
         cache_aliased=memory.alias_size_in_bytes >= cache_bytes,
         cache_copies=_cache_copies(hlo, cache),
         dense_weights=_dense_weights(hlo, params),
+        largest_temporary=_largest_temporary(hlo, cache),
         collectives=hlo.collectives(),
         kernels=hlo.kernels(),
         compiler_bytes=compiler_bytes,
         compiler_operations=compiler_operations,
-        program_bytes=moved + (_kv_bytes(hlo, cost) if not admits else 0),
+        program_bytes=hlo.bytes(calls) + pages,
+        surplus=surplus,
         counted=cost,
     )
 
@@ -211,29 +221,62 @@ def _bytes_of(leaf: Any) -> int:
     return math.prod(part.shape) * part.dtype.itemsize
 
 
+def _kinds(cache: Any) -> set[tuple[str | None, tuple[int, ...]]]:
+    """Types and shapes of one device's pages, as a program says them, but for axes of one."""
+    parts = map(own_part, jax.tree.leaves(cache))
+    return {(_TYPES.get(str(part.dtype)), _wide(part.shape)) for part in parts}
+
+
+def _wide(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
+
+
 def _cache_copies(hlo: Program, cache: Any) -> int:
-    kinds = {
-        (_TYPES.get(str(part.dtype)), part.shape) for part in map(own_part, jax.tree.leaves(cache))
-    }
+    kinds = _kinds(cache)
     copies = (one for one in hlo.executed() if one.op in ("copy", "copy-start"))
-    return sum((one.results[0].dtype, one.results[0].shape) in kinds for one in copies)
+    return sum((one.results[0].dtype, _wide(one.results[0].shape)) in kinds for one in copies)
+
+
+def _largest_temporary(hlo: Program, cache: Any) -> int:
+    kinds = _kinds(cache)
+    made = (array for one in hlo.executed() if one.makes for array in one.results)
+    sizes = (x.nbytes for x in made if not x.local and (x.dtype, _wide(x.shape)) not in kinds)
+    return max(sizes, default=0)
 
 
 def _dense_weights(hlo: Program, params: Any) -> int:
-    """Arrays of floats that have the sizes of a quantised matrix, in some order."""
-    sizes = set()
+    """Arrays of floats that have the sizes of a quantised matrix, in some order, and come of one.
+
+    What depends on anything else is no weight, but rows that happen to be as many.
+    """
+    sizes, stored = set(), set()
     for weight in jax.tree.leaves(params, is_leaf=is_weight):
         if isinstance(weight, QuantArray):
+            stored |= {own_part(leaf).shape for leaf in jax.tree.leaves(weight)}
             *lead, groups = own_part(weight.scale).shape
             columns = groups * weight.group
             sizes |= {_sizes((*lead, columns))}
             sizes |= {_sizes((*lead, columns // weight.group, weight.group))}
-    made = (one for one in hlo.executed() if one.op not in ("parameter", "get-tuple-element"))
     return sum(
         array.dtype in _FLOATS and _sizes(array.shape) in sizes
-        for one in made
+        for computation in hlo.run()
+        for one in _made_of(computation, stored)
         for array in one.results
     )
+
+
+def _made_of(computation: Computation, shapes: set[tuple[int, ...]]) -> list[Instruction]:
+    """Instructions that depend on nothing but arguments of these shapes and constants."""
+    known = {name for name, one in computation.items() if one.op in ("constant", "iota")}
+    found = []
+    for name, one in computation.items():
+        given = one.op in ("parameter", "get-tuple-element")
+        if given and any(array.shape in shapes for array in one.results[:1]):
+            known.add(name)
+        elif one.operands and known.issuperset(one.operands):
+            known.add(name)
+            found.append(one)
+    return [one for one in found if one.makes]
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:

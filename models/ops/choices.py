@@ -17,6 +17,8 @@ from .rounded import LEAST_ROWS, why_widened
 
 #: Widest head that the GPU kernel takes: its keys and values must fit the shared memory.
 GPU_HEAD = 256
+#: Widest latent vectors and rotated keys that the GPU kernel takes, for the same reason.
+GPU_RANK, GPU_TURNED = 512, 64
 #: Bytes of a pool of one-byte pages that Triton's 32-bit offsets reach.
 _GPU_POOL = 2**31
 _REFERENCE = "the reference was asked for"
@@ -43,7 +45,7 @@ class Choice:
 
 
 def implementation(name: str) -> ModuleType:
-    """The package of the Pallas kernels "tpu" or "gpu", which only their platform needs to load."""
+    """The package of that name; Pallas kernels, "tpu" or "gpu", only their platform needs."""
     return importlib.import_module(f".{name}", __package__)
 
 
@@ -57,6 +59,13 @@ def product_choice(kernels: Kernels, weight: Any) -> Choice:
     if reason:
         return Choice("xla", f"{reason}; the dense weights are written to memory first")
     return _kernel_choice(kernels, weight, "codes are widened inside the kernel")
+
+
+def head_choice(kernels: Kernels, weight: Any) -> Choice:
+    """Who multiplies each head of rows with its matrix of `weight [N, R, C]`: never integers."""
+    if kernels.platform in ("xla", "cpu"):
+        return _plain(kernels)
+    return product_choice(dataclasses.replace(kernels, activations="float32"), weight)
 
 
 def grouped_choice(kernels: Kernels, weight: Any) -> Choice:
@@ -89,7 +98,23 @@ def attention_choice(kernels: Kernels, head_dim: int, pool: jax.Array | None = N
     if kernels.platform == "gpu":
         if head_dim > GPU_HEAD:
             return Choice("xla", f"heads of width {head_dim} are wider than {GPU_HEAD}")
-        if pool is not None and pool.dtype.itemsize == 1 and pool.size > _GPU_POOL:
+        if pool is not None and _beyond_reach(pool):
+            return Choice("xla", f"a pool of {pool.size:,} bytes is more than offsets reach")
+    return Choice(kernels.platform, "a kernel over ragged pages")
+
+
+def latent_choice(kernels: Kernels, rank: int, width: int, pool: jax.Array | None = None) -> Choice:
+    """Who attends to latent vectors of that width, of which the first R are the value."""
+    if kernels.platform in ("xla", "cpu"):
+        return _plain(kernels)
+    if kernels.platform == "gpu":
+        if rank > GPU_RANK or width - rank > GPU_TURNED:
+            return Choice(
+                "xla",
+                f"latent vectors of {rank} and {width - rank} numbers are wider than {GPU_RANK} "
+                f"and {GPU_TURNED}",
+            )
+        if pool is not None and _beyond_reach(pool):
             return Choice("xla", f"a pool of {pool.size:,} bytes is more than offsets reach")
     return Choice(kernels.platform, "a kernel over ragged pages")
 
@@ -103,18 +128,22 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
         of them; without them, products are those of dense weights.
 
     Returns:
-      By operation: "products" and "grouped products" (where implementations differ between weights,
-      the reason tells how many each has), "attention" and "sampling".
+      By operation: "products", "head products" and "grouped products" (where implementations differ
+      between weights, the reason tells how many each has), "attention" and "sampling".
     """
     kernels = config.kernels
     matrices = [weight for weight in weights if weight.ndim > 1]
     products = [product_choice(kernels, weight) for weight in matrices if weight.ndim == 2]
-    grouped = [grouped_choice(kernels, weight) for weight in matrices if weight.ndim == 3]
+    stacked = [(_of_heads(config, weight), weight) for weight in matrices if weight.ndim == 3]
+    heads = [head_choice(kernels, weight) for of_heads, weight in stacked if of_heads]
+    grouped = [grouped_choice(kernels, weight) for of_heads, weight in stacked if not of_heads]
     found = {"products": _joined(products or [product_choice(kernels, None)])}
+    if heads:
+        found["head products"] = _joined(heads)
     if grouped:
         found["grouped products"] = _joined(grouped)
-    if config.latent is not None and kernels.platform in ("tpu", "gpu"):
-        attention = Choice("xla", "latent attention has no kernel of its own so far")
+    if config.latent is not None:
+        attention = latent_choice(kernels, config.latent.kv_rank, config.latent.width)
     else:
         attention = attention_choice(kernels, config.head_dim)
     if config.split.axes("context"):
@@ -126,6 +155,20 @@ def choices(config: ModelConfig, weights: Iterable[Any] = ()) -> dict[str, Choic
     else:
         found["sampling"] = _plain(kernels)
     return found
+
+
+def _of_heads(config: ModelConfig, weight: Any) -> bool:
+    """Whether `weight [N, R, C]` has a matrix of latent attention for each head."""
+    latent = config.latent
+    if latent is None:
+        return False
+    R = latent.kv_rank
+    return tuple(weight.shape[1:]) in ((R, latent.nope_dim), (latent.v_dim, R))
+
+
+def _beyond_reach(pool: jax.Array) -> bool:
+    """Whether Triton's 32-bit offsets do not reach all of a pool of one-byte pages."""
+    return pool.dtype.itemsize == 1 and pool.size > _GPU_POOL
 
 
 def _plain(kernels: Kernels) -> Choice:

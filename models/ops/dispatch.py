@@ -12,7 +12,14 @@ from ..config import Kernels
 from ..errors import StokerError
 from ..quantized import QuantArray, Weight, densify
 from . import cpu, elementwise, xla
-from .choices import attention_choice, grouped_choice, implementation, product_choice
+from .choices import (
+    attention_choice,
+    grouped_choice,
+    head_choice,
+    implementation,
+    latent_choice,
+    product_choice,
+)
 from .elementwise import gated, rotate
 from .layout import Layout
 from .quant_pages import Pages, tpu_values_by_token
@@ -143,7 +150,11 @@ def head_matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
     The result has x's dtype. On the CPU, heads are the groups of `cpu.grouped_products`.
     """
     if kernels.platform != "cpu":
-        return xla.head_matmul(x, _plain(weight)).astype(x.dtype)
+        plain = _plain(weight)
+        chosen = head_choice(kernels, plain).implementation
+        if chosen == "xla":
+            return xla.head_matmul(x, plain).astype(x.dtype)
+        return implementation(chosen).head_matmul(x, plain, dtype=x.dtype)
     T, N, C = x.shape
     rows, sizes = x.swapaxes(0, 1).reshape(N * T, C), jnp.full(N, T, jnp.int32)
     (result,) = grouped_products(rows, (weight,), sizes, kernels)
@@ -314,7 +325,9 @@ def latent_attention(
             rounded=kernels.activations != "float32",
         )
     q, latent = latent_rows(q, latent, rank, norm, turn)
-    return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)
+    chosen = latent_choice(kernels, rank, q.shape[-1], pages).implementation
+    attend = implementation(chosen).latent_attention
+    return attend(q, latent, pages, layout, rank=rank, scale=scale)
 
 
 def partial_latent_attention(
@@ -331,13 +344,14 @@ def partial_latent_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`latent_attention` of normed and rotated rows over one of `shares` shares of each page.
 
-    See `xla.partial_latent_attention`; the CPU has a kernel.
+    By the implementation that serves `latent_attention`; see `xla.partial_latent_attention`.
     """
     options: dict[str, Any] = {"rank": rank, "scale": scale, "share": share, "shares": shares}
     if kernels.platform == "cpu":
         options["rounded"] = kernels.activations != "float32"
         return cpu.partial_latent_attention(q, latent, pages, layout, **options)
-    return xla.partial_latent_attention(q, latent, pages, layout, **options)
+    chosen = latent_choice(kernels, rank, q.shape[-1], pages).implementation
+    return implementation(chosen).partial_latent_attention(q, latent, pages, layout, **options)
 
 
 def latent_rows(

@@ -13,6 +13,8 @@ from tiny import TINY, random_params, tiny_model
 from stoker.engine import programs
 from stoker.engine.accounting import step_cost
 from stoker.engine.compiling.contract import Setup, StepShape, contract
+from stoker.engine.compiling.program_report import StepReport, report_step
+from stoker.engine.compiling.targets import Target
 from stoker.engine.engine import Engine
 from stoker.engine.pages import pages_for
 from stoker.engine.programs import device_bytes
@@ -101,4 +103,18 @@ def test_one_device_costs_what_the_whole_step_costs() -> None:
     params = random_weights(MODEL, "int4")
     wanted = step_cost(MODEL, params, [CONTEXT] * 4)
     assert one.cost(StepShape("decode", 4, 4)) == wanted
+    assert one.cost(StepShape("decode_steps", 4, 4, 8)).bytes == 8 * wanted.bytes
     assert device_bytes(one.params()) == count_bytes(params)
+
+
+def test_the_report_of_a_step_by_the_reference() -> None:
+    """It writes every quantised matrix out as floats; the cost model's rules explain its figure."""
+    here = Target("here", "cpu", (), 2**30, 1e9, 1e9)
+    report = report_step(setup(weights="int4"), StepShape("score", 16, 1), here)
+    assert isinstance(report, StepReport)
+    assert report.dense_weights >= 7 * MODEL.n_layers + 1
+    assert report.cache_aliased and report.cache_copies == 0 and report.fits
+    assert report.largest_temporary >= 4 * MODEL.vocab_size * MODEL.d_model
+    assert report.surplus is not None and report.compiler_bytes is not None
+    assert report.program_bytes + report.surplus.total == pytest.approx(report.compiler_bytes)
+    assert abs(report.surplus.other) < 0.01 * report.compiler_bytes

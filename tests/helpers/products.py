@@ -96,5 +96,12 @@ def check_grouped(
     _close(np.asarray(result, np.float64), np.einsum("tc,trc->tr", rows, wide[group]), FLOAT32)
 
 
+def check_heads(ops: ModuleType, x: jax.Array, weight: QuantArray) -> None:
+    """Raises AssertionError unless each head's rows `x [T, N, C]` met its matrix."""
+    result = interpreted.run(functools.partial(ops.head_matmul, interpret=True), x, weight)
+    rows, wide = (np.asarray(part, np.float64) for part in (x, dequantize(weight)))
+    _close(np.asarray(result, np.float64), np.einsum("tnc,nrc->tnr", rows, wide), FLOAT32)
+
+
 def _close(result: np.ndarray, wanted: np.ndarray, tolerance: float) -> None:
     np.testing.assert_allclose(result, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())

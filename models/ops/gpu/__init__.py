@@ -1,15 +1,20 @@
 """Pallas kernels for GPUs, compiled by Triton."""
 
 from .attention import attention, partial_attention
+from .heads import head_matmul
 from .integer import integer_grouped_matmul, integer_matmul
+from .latent import latent_attention, partial_latent_attention
 from .matmul import grouped_matmul, matmul, why_unsupported
 
 __all__ = [
     "attention",
     "grouped_matmul",
+    "head_matmul",
     "integer_grouped_matmul",
     "integer_matmul",
+    "latent_attention",
     "matmul",
     "partial_attention",
+    "partial_latent_attention",
     "why_unsupported",
 ]

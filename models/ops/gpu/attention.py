@@ -20,7 +20,7 @@ from ..quant_pages import Pages, QuantPages, store
 ROWS, LEAST_ROWS = 64, 16
 #: Programs that keep a GPU busy: about two to each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 264
-_EXACT = jax.lax.Precision.HIGHEST
+EXACT = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +166,12 @@ def _attention(
     if shares > 1:
         blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
     sums, peak, total = _call(queries, k_pages, v_pages, layout, blocks, sizes, interpret)
-    found = _joined(sums, peak, total, sinks, G)
+    found = joined(sums, peak, total, sinks, G)
     out, lse = (blocks.scatter(part, layout, T, M * Z * shares) for part in found)
     return out, lse[..., 0], k_pages, v_pages
 
 
-def _joined(
+def joined(
     sums: jax.Array, peak: jax.Array, total: jax.Array, sinks: jax.Array | None, G: int
 ) -> tuple[jax.Array, jax.Array]:
     """The output float32 `[W, K, R, H]` of all splits' sums `[splits, W, K, R, H]`.
@@ -274,7 +274,7 @@ def _kernel(
     inside = (row < rows)[:, None] & (lane < H)[None, :]
     narrow = q_ref.dtype != jnp.float32 and k_ref.dtype != jnp.float32
     work = jnp.bfloat16 if narrow else jnp.float32
-    precision = None if narrow else _EXACT
+    precision = None if narrow else EXACT
     queries = plgpu.load(q_ref, mask=inside, other=0.0).astype(work)
     row_position = jnp.minimum(position + row // sizes.G, last)
 
@@ -282,8 +282,8 @@ def _kernel(
         peak, total, weighted = carry
         page = table_ref[slot, index]
         key = index * whole + jnp.arange(Z)
-        keys = plgpu.load(k_ref.at[page], mask=(lane < H)[:, None], other=_zero(k_ref))
-        score = _dot(queries, keys, work, precision)
+        keys = plgpu.load(k_ref.at[page], mask=(lane < H)[:, None], other=zero(k_ref))
+        score = dot(queries, keys, work, precision)
         if sizes.quantised:
             score = score * pools[1][page][None, :]
         score = score * sizes.scale
@@ -299,10 +299,10 @@ def _kernel(
         total = total * decay + weights.sum(axis=1)
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         written = (key <= last)[:, None] & (lane < H)[None, :]
-        values = plgpu.load(v_ref.at[page], mask=written, other=_zero(v_ref))
+        values = plgpu.load(v_ref.at[page], mask=written, other=zero(v_ref))
         if sizes.quantised:
             weights = weights * jnp.where(key <= last, pools[3][page], 0)[None, :]
-        added = _dot(weights, values, work, precision)
+        added = dot(weights, values, work, precision)
         return new_peak, total, weighted * decay[:, None] + added
 
     carry = (
@@ -316,7 +316,7 @@ def _kernel(
     plgpu.store(total_ref, total, mask=row < rows)
 
 
-def _dot(a: jax.Array, b: jax.Array, work: Any, precision: Any) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, work: Any, precision: Any) -> jax.Array:
     """`a [R, C]` times `b [C, W]`, both made `work`; sums in float32."""
     return jax.lax.dot_general(
         a.astype(work),
@@ -327,6 +327,6 @@ def _dot(a: jax.Array, b: jax.Array, work: Any, precision: Any) -> jax.Array:
     )
 
 
-def _zero(ref: Any) -> int | float:
+def zero(ref: Any) -> int | float:
     """What fills the lanes of a load that are not there: Triton casts no integer to a float8."""
     return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

@@ -53,6 +53,35 @@ def append(
     return put(k, k_pages, by_token=False), put(v, v_pages, by_token=tpu_values_by_token(H))
 
 
+def append_latent(
+    rows: jax.Array,
+    pages: jax.Array,
+    layout: Layout,
+    *,
+    share: jax.Array | int = 0,
+    shares: int = 1,
+    interpret: Any = False,
+) -> jax.Array:
+    """Writes this step's vectors `rows [T, W]` to `pages [P, Z, W]`, or wider, as `append` does.
+
+    What is past W becomes zero.
+    """
+    T, W = rows.shape
+    visits = page_visits(layout, T, pages.shape[1], share, shares)
+    rows = jnp.pad(rows, ((0, 0), (0, pages.shape[2] - W)))
+    written = _put(
+        rows[:, None],
+        pages[:, None],
+        visits=visits,
+        single=layout.max_query == 1,
+        by_token=True,
+        interpret=interpret,
+    )
+    # These are floats, which stay one array.
+    assert isinstance(written, jax.Array)
+    return written[:, 0]
+
+
 def _put(
     rows: jax.Array,
     pages: Pages,

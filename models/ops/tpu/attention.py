@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ..blocks import block_size, query_blocks
 from ..layout import Layout
@@ -17,36 +15,13 @@ from ..partial import NOTHING
 from ..quant_pages import Pages, QuantPages, tpu_values_by_token
 from .append import append
 from .common import EXACT, LANES, VMEM_BYTES
+from .rounds import Sizes, attend_by_rounds, fold, pages_at_once, visible, widen
 
 #: Rows of queries (of one KV head) that share a reading of the keys: about where products on the
 #: matrix units take as long as the reading does.
 ROWS = 256
 #: Bytes that all KV heads' rows may take.
 ROWS_BYTES = VMEM_BYTES // 2
-#: Bytes of pages that are on their way at once: enough to hide the latency of memory.
-BLOCK_BYTES = 2 * 2**20
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sizes:
-    """What the kernel knows when it is compiled; `pages` are those of a round of its loop.
-
-    A page has `whole` tokens, of which Z are here: positions are relative to the first of these.
-    """
-
-    G: int
-    Z: int
-    whole: int
-    M: int
-    pages: int
-    size: int
-    scale: float
-    window: int
-    softcap: float
-    quantised: bool
-    sinks: bool
-    by_token: bool
-    partial: bool
 
 
 def attention(
@@ -137,12 +112,13 @@ def _attention(
     size = block_size(layout, T, min(ROWS, ROWS_BYTES // row_bytes) // G)
     blocks = query_blocks(layout, T, size)
     queries = blocks.gather(q, K)
-    sizes = _Sizes(
+    pools = jax.tree.leaves((k_pages, v_pages))
+    sizes = Sizes(
         G=G,
         Z=Z,
         whole=Z * shares,
         M=M,
-        pages=_pages_at_once(k_pages, v_pages, M),
+        pages=pages_at_once(pools, M, 8),
         size=size,
         scale=scale,
         window=window,
@@ -151,171 +127,18 @@ def _attention(
         sinks=sinks is not None,
         by_token=tpu_values_by_token(H),
         partial=part is not None,
+        values=H,
+        pools=len(pools),
     )
     if shares > 1:
         blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
-    found = _call(queries, sinks, k_pages, v_pages, layout, blocks, sizes, interpret)
+    found = attend_by_rounds(
+        *(_attend, queries, sinks, pools, layout, blocks, sizes),
+        name="stoker_attention",
+        interpret=interpret,
+    )
     out, *lse = (blocks.scatter(rows, layout, T, M * Z * shares) for rows in found)
     return [out, *(row[..., 0] for row in lse)], k_pages, v_pages
-
-
-def _pages_at_once(k_pages: Pages, v_pages: Pages, M: int) -> int:
-    """Pages of a round of the loop."""
-    leaves = jax.tree.leaves((k_pages, v_pages))
-    page_bytes = sum(leaf.nbytes // leaf.shape[0] for leaf in leaves)
-    return max(1, min(BLOCK_BYTES // page_bytes, M, 8))
-
-
-def _call(
-    queries: jax.Array,
-    sinks: jax.Array | None,
-    k_pages: Pages,
-    v_pages: Pages,
-    layout: Layout,
-    blocks: Any,
-    sizes: _Sizes,
-    interpret: Any,
-) -> list[jax.Array]:
-    """Output `[W, K, R, H]` and, if wanted, logarithms of sums `[W, K, R, 1]`."""
-    W, K, R, H = queries.shape
-    n = sizes.pages
-    pools = jax.tree.leaves((k_pages, v_pages))
-    own = pl.BlockSpec((1, K, R, H), lambda w, *_: (w, 0, 0, 0))
-    operands, specs = [queries], [own]
-    if sinks is not None:
-        wide = jnp.broadcast_to(
-            sinks.astype(jnp.float32).reshape(K, 1, sizes.G, 1), (K, sizes.size, sizes.G, LANES)
-        )
-        operands.append(wide.reshape(K, R, LANES))
-        specs.append(pl.BlockSpec((K, R, LANES), lambda w, *_: (0, 0, 0)))
-    shapes = [jax.ShapeDtypeStruct((W, K, R, H), jnp.float32 if sizes.partial else queries.dtype)]
-    results = [own]
-    if sizes.partial:
-        shapes.append(jax.ShapeDtypeStruct((W, K, R, LANES), jnp.float32))
-        results.append(pl.BlockSpec((1, K, R, LANES), lambda w, *_: (w, 0, 0, 0)))
-    out, *lse = pl.pallas_call(
-        functools.partial(_kernel, sizes=sizes),
-        out_shape=shapes,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(W,),
-            in_specs=[*specs, *(pl.BlockSpec(memory_space=pl.ANY) for _ in pools)],
-            out_specs=results,
-            scratch_shapes=[
-                *(pltpu.VMEM((2, n, *pool.shape[1:]), pool.dtype) for pool in pools),
-                pltpu.SemaphoreType.DMA((2, len(pools))),
-                pltpu.VMEM((K, R, LANES), jnp.float32),
-                pltpu.VMEM((K, R, LANES), jnp.float32),
-                pltpu.VMEM((K, R, H), jnp.float32),
-                pltpu.SMEM((1,), jnp.int32),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES
-        ),
-        interpret=interpret,
-        name="stoker_attention",
-    )(
-        blocks.slot,
-        blocks.position,
-        blocks.count,
-        blocks.live,
-        layout.page_table.reshape(-1),
-        *operands,
-        *pools,
-    )
-    return [out, *(lanes[..., :1] for lanes in lse)]
-
-
-def _kernel(
-    slot_ref: Any,
-    position_ref: Any,
-    count_ref: Any,
-    live_ref: Any,
-    table_ref: Any,
-    q_ref: Any,
-    *refs: Any,
-    sizes: _Sizes,
-) -> None:
-    """One block of queries, `q_ref [1, K, R, H]`."""
-    sink_ref, refs = (refs[0], refs[1:]) if sizes.sinks else (None, refs)
-    n_pools = 4 if sizes.quantised else 2
-    pools, out_ref, refs = refs[:n_pools], refs[n_pools], refs[n_pools + 1 :]
-    lse_ref, refs = (refs[0], refs[1:]) if sizes.partial else (None, refs)
-    buffers, (arrived, peak_ref, total_ref, sum_ref, turn_ref) = refs[:n_pools], refs[n_pools:]
-    w = pl.program_id(0)
-    live, Z, whole, n = live_ref[0], sizes.Z, sizes.whole, sizes.pages
-
-    def span(block: Any) -> tuple[Any, Any]:
-        """First and last page that a block of queries sees; in disorder if there are none."""
-        position = position_ref[block]
-        last = jnp.minimum((position + count_ref[block] - 1) // whole, sizes.M - 1)
-        if not sizes.window:
-            return 0, last
-        # Of the page before, what is here lies before the window.
-        return jnp.maximum(position - sizes.window + 1 + whole - Z, 0) // whole, last
-
-    def copies(block: Any, round_: Any, turn: Any, act: Any) -> None:
-        """Starts, or awaits, the pages of one round."""
-        first, last = span(block)
-        for j in range(n):
-            index = first + round_ * n + j
-
-            @pl.when(index <= last)
-            def _(j: int = j, index: Any = index) -> None:
-                page = table_ref[slot_ref[block] * sizes.M + index]
-                for which, (pool, buffer) in enumerate(zip(pools, buffers, strict=True)):
-                    source, target = pool.at[page], buffer.at[turn, j]
-                    act(pltpu.make_async_copy(source, target, arrived.at[turn, which]))
-
-    @pl.when((w == 0) & (live > 0))
-    def _() -> None:
-        turn_ref[0] = 0
-        copies(0, 0, 0, lambda copy: copy.start())
-
-    @pl.when(w < live)
-    def _() -> None:
-        first, last = span(w)
-        # One at least, which awaits nothing and adds nothing where there is no page.
-        rounds = jnp.maximum((last - first) // n + 1, 1)
-        begin = turn_ref[0]
-        if sink_ref is None:
-            peak_ref[...] = jnp.full(peak_ref.shape, NOTHING, jnp.float32)
-            total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
-        else:
-            peak_ref[...] = sink_ref[...]
-            total_ref[...] = jnp.ones(total_ref.shape, jnp.float32)
-        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
-
-        def work(round_: Any, _: Any) -> Any:
-            turn = (begin + round_) % 2
-
-            @pl.when(round_ + 1 < rounds)
-            def _own() -> None:
-                copies(w, round_ + 1, 1 - turn, lambda copy: copy.start())
-
-            @pl.when((round_ + 1 == rounds) & (w + 1 < live))
-            def _others() -> None:
-                copies(w + 1, 0, 1 - turn, lambda copy: copy.start())
-
-            copies(w, round_, turn, lambda copy: copy.wait())
-            _attend(
-                q_ref,
-                [buffer.at[turn] for buffer in buffers],
-                (peak_ref, total_ref, sum_ref),
-                position_ref[w],
-                position_ref[w] + count_ref[w] - 1,
-                (first + round_ * n) * whole,
-                sizes,
-            )
-            return 0
-
-        jax.lax.fori_loop(0, rounds, work, 0)
-        turn_ref[0] = (begin + rounds) % 2
-        total = jnp.maximum(total_ref[...][:, :, :1], 1e-30)
-        out_ref[0] = (sum_ref[...] / total).astype(out_ref.dtype)
-        if lse_ref is not None:
-            lse_ref[0] = peak_ref[...] + jnp.log(jnp.maximum(total_ref[...], 1e-30))
 
 
 def _attend(
@@ -325,18 +148,12 @@ def _attend(
     position: Any,
     last: Any,
     start: Any,
-    sizes: _Sizes,
+    sizes: Sizes,
 ) -> None:
     """Adds a round of pages, whose first token has position `start`, to the online softmax."""
     K, R = q_ref.shape[1:3]
     Z, whole, n = sizes.Z, sizes.whole, sizes.pages
-    key = start + jax.lax.broadcasted_iota(jnp.int32, (R, n * Z), 1)
-    if whole > Z:
-        key = key + jax.lax.broadcasted_iota(jnp.int32, (R, n * Z), 1) // Z * (whole - Z)
-    row = position + jax.lax.broadcasted_iota(jnp.int32, (R, n * Z), 0) // sizes.G
-    seen = key <= jnp.minimum(row, last)
-    if sizes.window:
-        seen &= key > row - sizes.window
+    seen = visible(R, position, last, start, sizes)
     k_ref, v_ref = buffers[0], buffers[2 if sizes.quantised else 1]
     narrow = all(ref.dtype != jnp.float32 for ref in (q_ref, k_ref))
     work = jnp.bfloat16 if narrow else jnp.float32
@@ -347,7 +164,7 @@ def _attend(
         queries = q_ref[0, h].astype(work)
         scores = []
         for j in range(n):
-            keys = _widen(k_ref[j, h], work)
+            keys = widen(k_ref[j, h], work)
             part = jnp.dot(queries, keys, precision=precision, preferred_element_type=jnp.float32)
             if sizes.quantised:
                 part = part * buffers[1][j, pl.ds(h, 1), :]
@@ -356,17 +173,11 @@ def _attend(
         score = score * sizes.scale
         if sizes.softcap:
             score = sizes.softcap * jnp.tanh(score / sizes.softcap)
-        score = jnp.where(seen, score, NOTHING)
-        old_peak = peak_ref[h]
-        peak = jnp.maximum(old_peak, score.max(axis=1, keepdims=True))
-        decay = jnp.exp(old_peak - peak)
-        weights = jnp.exp(score - peak[:, :1])
-        peak_ref[h] = peak
-        total_ref[h] = total_ref[h] * decay + weights.sum(axis=1, keepdims=True)
-        added = sum_ref[h] * decay[:, :1]
+        weights, decay = fold(jnp.where(seen, score, NOTHING), peak_ref.at[h], total_ref.at[h])
+        added = sum_ref[h] * decay
         for j in range(n):
             part = weights[:, j * Z : (j + 1) * Z]
-            values = _widen(v_ref[j, h], work)
+            values = widen(v_ref[j, h], work)
             # A weight of zero does not silence a NaN that an earlier owner left in the page.
             axis = 0 if sizes.by_token else 1
             token = start + j * whole + jax.lax.broadcasted_iota(jnp.int32, values.shape, axis)
@@ -388,10 +199,3 @@ def _attend(
             head(h)
     else:
         pl.loop(0, K)(head)
-
-
-def _widen(values: jax.Array, work: Any) -> jax.Array:
-    """Numbers of a page as operands of a product; integers pass through float32."""
-    if jnp.issubdtype(values.dtype, jnp.integer):
-        return values.astype(jnp.float32).astype(work)
-    return values.astype(work)

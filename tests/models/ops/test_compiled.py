@@ -5,6 +5,7 @@ Nothing runs here. `pytest -m compile` selects these; see `tests/helpers/targets
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 import re
@@ -19,7 +20,7 @@ from targets import TARGETS, TPUS, Compiled, compile_for, platform_of
 from stoker.models import ops
 from stoker.models.config import Kernels
 from stoker.models.ops.quant_pages import QuantPages, tpu_value_shape
-from stoker.models.quantized import E2M1, QuantArray, ready
+from stoker.models.quantized import E2M1, QuantArray, ready, ready_bytes
 
 pytestmark = pytest.mark.compile
 #: Sequences, pages of each, pages of the pool.
@@ -85,6 +86,36 @@ def test_heads_of_every_width(target: str, head_dim: int) -> None:
     check_attention(target, program, pool_bytes)
 
 
+@pytest.mark.parametrize(("rows", "most"), [(SLOTS, 1), (544, 512)])
+@pytest.mark.parametrize("target", ["v5e", "h200"])
+def test_latent_pages_are_written_in_place(target: str, rows: int, most: int) -> None:
+    """With the widths and heads of DeepSeek-V3; vectors fill whole lanes on a TPU."""
+    tpu = platform_of(target) == "tpu"
+    pages = struct(POOL, 128, 640) if tpu else struct(POOL, 64, 576)
+
+    def attend(*arrays: Any) -> Any:
+        q, latent, pages, starts, lens, table, norm, cos, sin = arrays
+        return ops.latent_attention(
+            *(q, latent, pages, ops.Layout(starts, lens, table, most)),
+            Kernels(platform_of(target)),
+            norm=(norm, 1e-6),
+            turn=(cos, sin),
+            rank=512,
+            scale=0.1,
+        )
+
+    places = ((SLOTS + 1,), (SLOTS,), (SLOTS, PAGES))
+    rest = [struct(*shape, dtype=jnp.int32) for shape in places]
+    rest += [struct(*shape, dtype=jnp.float32) for shape in ((512,), (rows, 32), (rows, 32))]
+    vectors = (struct(rows, 128, 576), struct(rows, 576))
+    program = compile_for(target, attend, *vectors, pages, *rest, donate=(2,))
+    pool_bytes = 2 * math.prod(pages.shape)
+    assert program.aliased >= pool_bytes
+    # Queries and results of 128 heads are many, but no pages are gathered.
+    assert program.temporary < max(pool_bytes / 8, 12 * math.prod(vectors[0].shape))
+    assert program.kernels("stoker_latent_attention") == 1
+
+
 def quantised(target: str, E: int, kind: str, R: int = 4096, C: int = 4096) -> QuantArray:
     """The shapes of a matrix, or of E, as the target's kernels get it."""
     half = jnp.int16 if target in TPUS else jnp.float16
@@ -132,6 +163,26 @@ def test_weights_are_widened_inside_the_product(target: str, kind: str) -> None:
 
         program = compile_for(target, matmul, struct(rows, 4096), weight)
         check_product(program, weight, "stoker_matmul")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("target", ["v5e", "h200"])
+def test_the_matrices_of_heads_are_widened_inside_the_product(target: str, kind: str) -> None:
+    """Those of DeepSeek-V3, whose 4-bit rows of 64 bytes are filled up for a TPU."""
+    for R, C in ((512, 128), (128, 512)):
+        weight = quantised(target, 128, kind, R, C)
+        if target in TPUS:
+            width = ready_bytes(weight.row_bytes)
+            codes = struct(128, R, width, dtype=weight.codes.dtype)
+            weight = dataclasses.replace(weight, codes=codes)
+
+        def heads(x: jax.Array, weight: QuantArray) -> jax.Array:
+            return ops.head_matmul(x, weight, Kernels(platform_of(target)))
+
+        program = compile_for(target, heads, struct(8, 128, C), weight)
+        kernel = "stoker_head_matmul" if target in TPUS else "stoker_grouped_matmul"
+        check_product(program, weight, kernel)
+        assert not re.search(r"= [us]8\[128,\S* copy\(", program.text)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -25,6 +25,7 @@ from stoker.models.loading import choose_kernels
 from stoker.models.ops import gpu, tpu
 from stoker.models.pages import layer_pages
 from stoker.models.parameters import Params, is_weight
+from stoker.models.parts import Latent
 from stoker.models.quantized import QuantArray
 from stoker.models.random_weights import random_weights
 
@@ -33,13 +34,22 @@ RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, 512, n).tolist() for n in (23, 0, 5)]
 #: One layer of everything: quantised projections and experts.
 MODEL = dataclasses.replace(TINY, n_layers=1, n_experts=4, experts_per_token=2, d_ff=64)
+#: Latent attention, and quantised matrices of each head.
+LATENT = dataclasses.replace(
+    TINY,
+    n_layers=1,
+    latent=Latent(kv_rank=32, rope_dim=8, nope_dim=32, v_dim=32),
+    n_kv_heads=1,
+    head_dim=40,
+    rope=dataclasses.replace(TINY.rope, dims=8),
+)
 
 
 @pytest.fixture(params=PACKAGES)
 def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A platform whose kernels run interpreted."""
     package: ModuleType = PACKAGES[request.param]
-    for name in ("attention", "matmul", "grouped_matmul"):
+    for name in ("attention", "latent_attention", "matmul", "grouped_matmul", "head_matmul"):
         kernel = functools.partial(getattr(package, name), interpret=True)
         monkeypatch.setattr(package, name, kernel)
     jax.clear_caches()
@@ -63,14 +73,35 @@ def logits(config: ModelConfig, params: Params) -> np.ndarray:
     return np.stack([first, second])[:, [0, 2]]
 
 
+def weights_of(config: ModelConfig) -> Params:
+    """Quantised; with latent attention the matrices of heads alone, since `MODEL` has the rest."""
+    params = random_weights(config, "int4")
+    if config.latent is None:
+        return params
+    plain = random_weights(config, "float32")
+    (layer,), (dense,) = params["layers"], plain["layers"]
+    return plain | {"layers": (dense | {name: layer[name] for name in ("k_b", "v_b")},)}
+
+
+@functools.cache
+def reference(config: ModelConfig) -> np.ndarray:
+    """What the reference says, once for all platforms."""
+    return logits(config, weights_of(config))
+
+
 # A last bit of a key may turn an int8 code, which is 1/127 of its row's largest element: what codes
 # give exactly, the tests of attention tell.
-@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("float32", 2e-4), ("int8", 3e-2)])
-def test_models_agree_with_the_reference(platform: str, kv_dtype: str, tolerance: float) -> None:
-    config = dataclasses.replace(MODEL, kv_dtype=kv_dtype)
+@pytest.mark.parametrize(
+    ("model", "kv_dtype", "tolerance"),
+    [(MODEL, "float32", 2e-4), (MODEL, "int8", 3e-2), (LATENT, "float32", 2e-4)],
+    ids=["float32", "int8", "latent"],
+)
+def test_models_agree_with_the_reference(
+    platform: str, model: ModelConfig, kv_dtype: str, tolerance: float
+) -> None:
+    config = dataclasses.replace(model, kv_dtype=kv_dtype)
     own = dataclasses.replace(config, kernels=Kernels(platform))
-    wanted = logits(config, random_weights(config, "int4"))
-    np.testing.assert_allclose(logits(own, random_weights(own, "int4")), wanted, atol=tolerance)
+    np.testing.assert_allclose(logits(own, weights_of(own)), reference(config), atol=tolerance)
 
 
 @pytest.mark.parametrize("platform", PACKAGES)
@@ -81,6 +112,10 @@ def test_choices_name_the_kernels_and_the_exceptions(platform: str) -> None:
     assert found["attention"].implementation == platform
     assert found["products"].implementation == platform
     assert found["grouped products"].implementation == platform
+    latent = dataclasses.replace(LATENT, kernels=Kernels(platform))
+    found = ops.choices(latent, jax.tree.leaves(random_weights(latent, "int8"), is_leaf=is_weight))
+    assert found["attention"].implementation == platform
+    assert found["head products"].implementation == platform
     odd = QuantArray(np.zeros((4, 36), np.uint8), np.zeros((4, 3), np.float32), bits=4, group=24)
     mixed = ops.choices(config, [*weights, odd])["products"]
     assert mixed.implementation == f"{platform} and xla"
@@ -131,8 +166,9 @@ def test_choices_without_kernels() -> None:
     wide = dataclasses.replace(MODEL, head_dim=512, kernels=Kernels("gpu"))
     assert ops.choices(wide)["attention"].implementation == "xla"
     assert "512" in ops.choices(wide)["attention"].why
-    latent = dataclasses.replace(DEEPSEEK, kernels=Kernels("gpu"))
-    assert "no kernel of its own" in ops.choices(latent)["attention"].why
+    wide = dataclasses.replace(DEEPSEEK.latent, kv_rank=520)
+    latent = dataclasses.replace(DEEPSEEK, latent=wide, kernels=Kernels("gpu"))
+    assert "520 and 8 numbers are wider than 512 and 64" in ops.choices(latent)["attention"].why
     latent = dataclasses.replace(DEEPSEEK, kernels=Kernels("cpu"))
     assert ops.choices(latent)["attention"] == ops.Choice("cpu", "a compiled kernel")
 

@@ -17,6 +17,7 @@ from products import (
     activations,
     check,
     check_grouped,
+    check_heads,
     check_integers,
     device,
     experts,
@@ -128,6 +129,14 @@ def test_groups_that_cross_blocks_of_rows(
 def test_matrices_of_idle_groups_are_not_read(kernels: ModuleType) -> None:
     weight = jnp.ones((3, 8, 128), jnp.float32).at[1].set(jnp.nan)
     check_grouped(kernels, activations(6, 128), weight, [4, 0, 2])
+
+
+@pytest.mark.parametrize(("name", "heads", "rows"), [("q4_1", 9, 3), ("wide_group", 2, 1)])
+def test_heads(name: str, heads: int, rows: int, kernels: ModuleType) -> None:
+    """More heads than a block has, whose rows are filled up on a TPU; and few, which are whole."""
+    weight = loaded(experts(name, heads, 24), kernels)
+    x = activations(rows * heads, weight.shape[-1]).reshape(rows, heads, -1)
+    check_heads(kernels, x, weight)
 
 
 @pytest.mark.parametrize("name", [*WIDE, *NARROW])
