@@ -66,24 +66,46 @@ def test_parts_read_are_parts_of_the_whole(helpers_on_path, tmp_path, kind: str)
 
 def test_rows_of_one_tensor() -> None:
     use = TensorUse(("t",), (30, 4), slice(10, 22))
-    own, parameter, order = narrowed((use, Parameter((12, 4), ("ff", None)), None), 3, 6)
-    assert own.rows == slice(13, 16) and parameter.shape == (3, 4) and order is None
+    parameter = Parameter((12, 4), ("ff", None))
+    own, found, order = narrowed((use, parameter, None), (slice(3, 6), slice(2, 4)))
+    assert own.rows == slice(13, 16, 1) and own.columns == slice(2, 4)
+    assert found.shape == (3, 2) and order is None
 
 
 def test_rows_in_another_order_are_read_where_they_lie() -> None:
     order = np.array([1, 0, 3, 2, 5, 4, 7, 6])
     use = TensorUse(("t",), (8, 4), slice(None))
-    own, _, rest = narrowed((use, Parameter((8, 4), ("heads", None)), order), 4, 8)
-    assert own.rows == slice(4, 8) and rest is not None and rest.tolist() == [1, 0, 3, 2]
+    source = (use, Parameter((8, 4), ("heads", None)), order)
+    own, _, rest = narrowed(source, (slice(4, 8),))
+    assert own.rows == slice(4, 8, 1) and rest is not None and rest.tolist() == [1, 0, 3, 2]
 
 
 def test_experts_of_their_own_tensors() -> None:
     use = TensorUse(tuple("abcd"), (6, 4), slice(2, 6))
-    own, parameter, _ = narrowed((use, Parameter((4, 4, 4), ("experts", "ff", None)), None), 1, 3)
-    assert own.tensors == ("b", "c") and own.rows == slice(2, 6) and parameter.shape == (2, 4, 4)
+    source = (use, Parameter((4, 4, 4), ("experts", "ff", None)), None)
+    own, parameter, _ = narrowed(source, (slice(1, 3), slice(1, 4), slice(0, 2)))
+    assert own.tensors == ("b", "c") and own.rows == slice(3, 6, 1)
+    assert own.columns == slice(0, 2) and parameter.shape == (2, 3, 2)
+
+
+def test_experts_of_one_tensor() -> None:
+    """Outputs of two parameters take turns in it; where it holds one, all are of that."""
+    use = TensorUse(("t",), (4, 12, 8), slice(0, 4), outputs=slice(1, 12, 2))
+    parameter = Parameter((4, 6, 8), ("experts", "ff", None))
+    own, found, _ = narrowed((use, parameter, None), (slice(1, 3), slice(2, 4)))
+    assert (own.rows, own.outputs) == (slice(1, 3), slice(5, 9, 2)) and found.shape == (2, 2, 8)
+    down = TensorUse(("t",), (4, 8, 6), slice(0, 4))
+    parameter = Parameter((4, 8, 6), ("experts", None, "ff"))
+    own, _, _ = narrowed((down, parameter, None), (slice(0, 4), slice(0, 8), slice(3, 6)))
+    assert (own.outputs, own.columns) == (slice(0, 8, 1), slice(3, 6))
+    bias = TensorUse(("t",), (4, 12), slice(0, 4), outputs=slice(1, 12, 2))
+    parameter = Parameter((4, 6), ("experts", "ff"))
+    own, _, _ = narrowed((bias, parameter, None), (slice(0, 4), slice(2, 4)))
+    assert (own.outputs, own.columns) == (slice(5, 9, 2), None)
 
 
 def test_rows_of_heads() -> None:
     use = TensorUse(("t",), (24, 4), slice(None), heads=4)
-    own, parameter, _ = narrowed((use, Parameter((4, 6, 4), ("heads", None, None)), None), 2, 3)
-    assert own.rows == slice(12, 18) and own.heads == 1 and parameter.shape == (1, 6, 4)
+    parameter = Parameter((4, 6, 4), ("heads", None, None))
+    own, found, _ = narrowed((use, parameter, None), (slice(2, 3), slice(0, 6), slice(0, 4)))
+    assert own.rows == slice(12, 18, 1) and own.heads == 1 and found.shape == (1, 6, 4)
