@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -134,6 +135,9 @@ def place_parameter(
     columns = [jax.tree.leaves(value) for value in placed.values()]
     leaves = []
     for arrays in zip(*columns, strict=True):
+        # Scales of one part may need float32 where those of others did not.
+        if len({array.dtype for array in arrays}) > 1:
+            arrays = [array.astype(jnp.result_type(*arrays)) for array in arrays]
         # Packed tiles have an axis of bytes after that of columns.
         entries = (*spec, *(None,) * (arrays[0].ndim - len(spec)))
         degrees = (*(cut.degree for cut in cuts), *(1,) * (arrays[0].ndim - len(cuts)))

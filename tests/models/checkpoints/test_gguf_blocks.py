@@ -88,6 +88,8 @@ def test_chunks_do_not_show(name, monkeypatch):
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
         np.testing.assert_array_equal(one, other)
         assert one.ctypes.data % 64 == 0
+    part = convert(raw.reshape(11, 2, block_bytes)[3:8, 1:], GGMLQuantizationType[name])
+    np.testing.assert_array_equal(dequantize(part), dequantize(whole)[3:8, block:])
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
