@@ -224,6 +224,7 @@ def attention(
             sinks=sinks,
             window=window,
             softcap=softcap,
+            rounded=kernels.activations != "float32",
         )
     q, k = rotate(q, *turn), rotate(k, *turn)
     chosen = attention_choice(kernels, q.shape[-1], jax.tree.leaves(k_pages)[0]).implementation
@@ -264,7 +265,12 @@ def latent_attention(
     """
     if kernels.platform == "cpu":
         return cpu.latent_attention(
-            q, latent, pages, layout, rank=rank, scale=scale, norm=norm, turn=turn
+            *(q, latent, pages, layout),
+            rank=rank,
+            scale=scale,
+            norm=norm,
+            turn=turn,
+            rounded=kernels.activations != "float32",
         )
     q, latent = _latent_rows(q, latent, rank, norm, turn)
     return xla.latent_attention(q, latent, pages, layout, rank=rank, scale=scale)

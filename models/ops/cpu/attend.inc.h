@@ -167,26 +167,50 @@ STOKER_INLINE void by_rows(int64_t rows, const Body& body, int64_t row = 0) {
   if constexpr (kCount > 1) by_rows<kCount - 1>(rows, body, row);
 }
 
-// One head at work. Pages of type T are read as they are by few rows; for many, a round of keys or
-// values is widened to floats once.
-template <typename T, bool kWide>
-struct Round {
+// The pages of type T of one head, a round of keys at a time.
+template <typename T>
+struct Heads {
   static constexpr int kLength = 4 * kKeys;  // keys at work while the next are fetched
-  static constexpr int kVectors = std::min(kScoreVectors, kLength / kLanes);
-  using Read = std::conditional_t<kWide, float, T>;
   const AttentionTile& tile;
   const int64_t head_bytes;
+
+  explicit Heads(const AttentionTile& tile)
+      : tile(tile), head_bytes(tile.head_step * static_cast<int64_t>(sizeof(T))) {}
+
+  const T* block(const void* const* pages, int64_t index, int64_t head) const {
+    return reinterpret_cast<const T*>(static_cast<const char*>(pages[index]) + head * head_bytes);
+  }
+
+  // Asks for what comes next, so that it is there when this round is done.
+  void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
+    constexpr int64_t kBytes = kKeys * static_cast<int64_t>(sizeof(T));
+    const bool packed = !keys || tile.key_step == kKeys || tile.key_step == 0;
+    const int64_t rows = packed ? 64 / kBytes : 1;
+    const int64_t step = packed ? kKeys : tile.key_step;
+    for (; key < end; key += kKeys) {
+      const T* from = block(pages, key / kKeys, head);
+      for (int64_t h = 0; h < tile.H; h += rows) prefetch(from + h * step);
+    }
+  }
+};
+
+// One head at work. Its pages are read as they are by few rows; for many, a round of keys or values
+// is widened to floats once.
+template <typename T, bool kWide>
+struct Round : Heads<T> {
+  using Heads<T>::kLength, Heads<T>::tile;
+  static constexpr int kVectors = std::min(kScoreVectors, kLength / kLanes);
+  using Read = std::conditional_t<kWide, float, T>;
   alignas(64) float wide[kWide ? kMaxHead * kLength : 1];
   const void* blocks[kSpan / kKeys];
 
-  explicit Round(const AttentionTile& tile)
-      : tile(tile), head_bytes(tile.head_step * static_cast<int64_t>(sizeof(T))) {}
+  explicit Round(const AttentionTile& tile) : Heads<T>(tile) {}
 
   // Blocks of the round from `key` on, of one head.
   void take(const void* const* pages, int64_t head, int64_t key, bool keys) {
     for (int64_t i = 0; i < kLength / kKeys; ++i) {
       const int64_t b = key / kKeys + i;
-      blocks[b] = static_cast<const char*>(pages[b]) + head * head_bytes;
+      blocks[b] = this->block(pages, b, head);
       if constexpr (kWide) {
         float* to = wide + i * kKeys * tile.H;
         if (keys) {
@@ -196,18 +220,6 @@ struct Round {
         }
         blocks[b] = to;
       }
-    }
-  }
-
-  // Asks for what comes next, so that it is there when this round is done.
-  void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
-    constexpr int64_t kBytes = kKeys * static_cast<int64_t>(sizeof(T));
-    const bool packed = !keys || tile.key_step == kKeys || tile.key_step == 0;
-    const int64_t rows = packed ? 64 / kBytes : 1;
-    const int64_t step = (packed ? kKeys : tile.key_step) * static_cast<int64_t>(sizeof(T));
-    for (; key < end; key += kKeys) {
-      const char* block = static_cast<const char*>(pages[key / kKeys]) + head * head_bytes;
-      for (int64_t h = 0; h < tile.H; h += rows) prefetch(block + h * step);
     }
   }
 
@@ -242,7 +254,8 @@ struct Round {
   }
 };
 
-template <typename T, bool kWide>
+// All heads of a tile, each round by the same operations whatever the rows.
+template <typename Round>
 static void attend_by(const AttentionTile& tile) {
   alignas(64) float scores[kMaxQueries * kSpan];
   const int64_t H = tile.H, heads = tile.heads;
@@ -253,8 +266,8 @@ static void attend_by(const AttentionTile& tile) {
     to = std::max<int64_t>(to, tile.high[r]);
   }
   if (from >= to) std::fill(tile.out, tile.out + heads * tile.rows * H, 0.0f);
-  Round<T, kWide> round(tile);
-  constexpr int64_t kLength = Round<T, kWide>::kLength;
+  Round round(tile);
+  constexpr int64_t kLength = Round::kLength;
   const int64_t start = from / kLength * kLength;
   for (int64_t head = 0; head < heads; ++head) {
     round.ask(tile.k, head, start, std::min(start + kLength, to), true);
@@ -288,9 +301,9 @@ static void attend_by(const AttentionTile& tile) {
 template <typename T>
 static void attend(const AttentionTile& tile) {
   if (std::is_same_v<T, float> || tile.rows < 2 * kScoreRows) {
-    attend_by<T, false>(tile);
+    attend_by<Round<T, false>>(tile);
   } else {
-    attend_by<T, true>(tile);
+    attend_by<Round<T, true>>(tile);
   }
 }
 

@@ -157,6 +157,10 @@ struct Worker {
     return static_cast<const char*>(a.v_pages) + at * bytes();
   }
 
+  bool rounds() const {
+    return a.rounded && a.type == Type::kBF16 && a.H % 2 == 0 && k.attend_rounded;
+  }
+
   // `then`: what this thread will probably do after it.
   void span(int64_t index, float* peak, float* total, float* out, const Worker* then,
             int64_t then_index) const {
@@ -182,9 +186,9 @@ struct Worker {
     std::fill(values, values + first, values[first]);
     std::fill(keys + blocks, keys + kSpan / kKeys, keys[first]);
     std::fill(values + blocks, values + kSpan / kKeys, values[first]);
-    k.attend[static_cast<int>(a.type)](AttentionTile{q, task.heads, task.rows, a.H, keys, values,
-                                                     a.k_pages ? a.Z : 0, head_step(a), count, next, next_keys,
-                                                     low, high, a.softcap, out, peak, total});
+    const auto kernel = rounds() ? k.attend_rounded : k.attend[static_cast<int>(a.type)];
+    kernel(AttentionTile{q, task.heads, task.rows, a.H, keys, values, a.k_pages ? a.Z : 0,
+                         head_step(a), count, next, next_keys, low, high, a.softcap, out, peak, total});
   }
 
   // Folds the sinks in, as a last span of one key whose value is zero, and divides.

@@ -32,6 +32,7 @@ struct Attention {
   const float* norm;   // [rank] of it: what these go through an RMS norm with; null: none
   float eps;
   const float* sinks;  // [N] scores that weigh in every softmax and have no value; null: none
+  bool rounded;    // queries and weights may be rounded to bfloat16 where pages are
   float* out;      // [T, N, H]
 };
 

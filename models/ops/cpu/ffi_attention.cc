@@ -19,7 +19,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
                      ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> page_table,
                      ffi::BufferR1<ffi::F32> sinks, ffi::Result<Floats> out, ffi::Result<ffi::AnyBuffer> k_out,
                      ffi::Result<ffi::AnyBuffer> v_out, int64_t window, float softcap, float scale,
-                     int64_t isa, int64_t limit) {
+                     bool rounded, int64_t isa, int64_t limit) {
   Attention a{};
   a.T = q.dimensions()[0];
   a.N = q.dimensions()[1];
@@ -72,6 +72,7 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
   a.window = window;
   a.softcap = softcap;
   a.scale = scale;
+  a.rounded = rounded;
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.out = out->typed_data();
   Crew pool = crew(threads, limit);
@@ -87,7 +88,7 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
                             ffi::BufferR1<ffi::S32> query_start, ffi::BufferR1<ffi::S32> kv_lens,
                             ffi::BufferR2<ffi::S32> page_table, ffi::Result<Floats> out,
                             ffi::Result<ffi::AnyBuffer> pages_out, int64_t rank, float eps,
-                            float scale, int64_t isa, int64_t limit) {
+                            float scale, bool rounded, int64_t isa, int64_t limit) {
   Attention a{};
   a.T = q.dimensions()[0];
   a.N = q.dimensions()[1];
@@ -133,6 +134,7 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
   a.kv_lens = kv_lens.typed_data();
   a.page_table = page_table.typed_data();
   a.scale = scale;
+  a.rounded = rounded;
   a.out = out->typed_data();
   Crew pool = crew(threads, limit);
   const std::string problem = attend(pool, *table, a);
@@ -160,6 +162,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_latent_attention, stoker::latent_attention,
                                   .Attr<int64_t>("rank")
                                   .Attr<float>("eps")
                                   .Attr<float>("scale")
+                                  .Attr<bool>("rounded")
                                   .Attr<int64_t>("isa")
                                   .Attr<int64_t>("threads"));
 
@@ -183,5 +186,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_attention, stoker::attention,
                                   .Attr<int64_t>("window")
                                   .Attr<float>("softcap")
                                   .Attr<float>("scale")
+                                  .Attr<bool>("rounded")
                                   .Attr<int64_t>("isa")
                                   .Attr<int64_t>("threads"));

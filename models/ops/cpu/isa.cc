@@ -15,6 +15,16 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni");
 }
+
+// The table of AVX-512, and what only some processors with it have.
+const Kernels& avx512_table() {
+  static const Kernels all = [] {
+    Kernels table = avx512::table();
+    if (__builtin_cpu_supports("avx512bf16")) table.attend_rounded = avx512_bf16::attend_rounded;
+    return table;
+  }();
+  return all;
+}
 #else
 bool has_avx2() { return false; }
 bool has_avx512() { return false; }
@@ -38,7 +48,7 @@ const Kernels* kernels(Isa isa) {
     case Isa::kAvx2:
       return &avx2::table();
     case Isa::kAvx512:
-      return &avx512::table();
+      return &avx512_table();
 #endif
     default:
       return nullptr;

@@ -124,6 +124,9 @@ struct Kernels {
   TileFn exact[3][2][kMaxTiles][kMaxRows];  // scales are floats
   DenseFn dense[3][kMaxRows];      // [Type][rows - 1]
   void (*attend[3])(const AttentionTile& tile);  // [Type of the pages]
+  // The same over bfloat16 pages, queries and weights being rounded to bfloat16 too; H is even.
+  // Null where the processor has no products of such pairs.
+  void (*attend_rounded)(const AttentionTile& tile);
   // Folds a later span's (peak, total, out) of `rows` rows into an earlier one's.
   void (*merge)(int64_t rows, int64_t H, float* peak, float* total, float* out,
                 const float* next_peak, const float* next_total, const float* next_out);
@@ -161,6 +164,9 @@ const Kernels& table();
 }
 namespace avx512 {
 const Kernels& table();
+}
+namespace avx512_bf16 {
+void attend_rounded(const AttentionTile& tile);
 }
 
 }  // namespace stoker

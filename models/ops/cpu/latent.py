@@ -25,6 +25,7 @@ def latent_attention(
     scale: float,
     norm: tuple[jax.Array, float] | None = None,
     turn: tuple[jax.Array, jax.Array] | None = None,
+    rounded: bool = False,
     isa: str = "best",
     threads: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
@@ -46,6 +47,9 @@ def latent_attention(
         vectors go through before they are appended; None for none.
       turn: cosines and sines float32 `[T, dims/2]` of the rotary embedding that what is past `rank`
         goes through, of q and of latent vectors; None leaves it as it is.
+      rounded: whether queries and softmax weights may be rounded to bfloat16 where pages are, which
+        takes half the time where processors multiply pairs of such numbers (AVX-512 with BF16);
+        elsewhere, and for odd widths, they stay as they are.
       isa: one of `library.ISAS`.
       threads: most threads to use; 0 for all that XLA has.
 
@@ -84,6 +88,7 @@ def latent_attention(
         rank=np.int64(rank),
         eps=np.float32(eps),
         scale=np.float32(scale),
+        rounded=np.bool_(rounded),
         isa=np.int64(isa_index),
         threads=np.int64(threads),
     )

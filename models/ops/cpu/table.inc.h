@@ -36,6 +36,7 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
        {dense<Bf16, kCounts + 1>...},
        {dense<Half, kCounts + 1>...}},
       {attend<float>, attend<Bf16>, attend<Half>},
+      nullptr,
       merge,
       scale,
       rotate,

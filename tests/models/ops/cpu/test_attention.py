@@ -141,6 +141,18 @@ def test_against_float64(name: str, isa: str) -> None:
         np.testing.assert_array_equal(np.asarray(pages, np.float64), exact)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_rounded_queries_and_weights(name: str) -> None:
+    """A query's element or a weight loses up to half a unit in the last place of bfloat16."""
+    case = dataclasses.replace(CASES[name], dtype="bfloat16")
+    arrays, layout = inputs(case)
+    want = expected(case, arrays, layout)
+    got = run(case, arrays, layout, rounded=True)
+    values = np.abs(np.nan_to_num(want[2])).max()
+    np.testing.assert_allclose(got[0], want[0], rtol=0, atol=2**-8 * values)
+    assert np.abs(got[0] - want[0]).mean() < 1e-3
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("part", [2, 3])
 def test_turned_on_the_way(part: int, isa: str) -> None:
@@ -175,7 +187,7 @@ def test_against_the_reference(name: str) -> None:
     np.testing.assert_allclose(got[:rows], want[:rows], atol=1e-5)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", [*ISAS, "rounded"])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("window", [0, 40, 300])
 def test_bits_do_not_depend_on_chunks_slots_or_threads(
@@ -185,9 +197,13 @@ def test_bits_do_not_depend_on_chunks_slots_or_threads(
     # Sinks in a third of the cases, which share no setting with another.
     sinks = (window, softcap) in ((0, 0.0), (40, 5.0))
     sizes = {"N": 6, "K": 2, "H": 32, "padding": 0, "sinks": sinks}
+    options = {"isa": isa}
+    if isa == "rounded":
+        options = {"rounded": True}
+        sizes["dtype"] = "bfloat16"
     case = Case((700,), (700,), window=window, softcap=softcap, **sizes)
     (q, k, v, k_pages, v_pages), layout = inputs(case)
-    whole = np.asarray(run(case, (q, k, v, k_pages, v_pages), layout, isa=isa)[0])
+    whole = np.asarray(run(case, (q, k, v, k_pages, v_pages), layout, **options)[0])
     for sizes in ([699, 1], [1, 16, 17, 250, 416], [256, 256, 188]):
         for threads in (1, 0):
             pages, done, parts = (k_pages, v_pages), 0, []
@@ -201,7 +217,7 @@ def test_bits_do_not_depend_on_chunks_slots_or_threads(
                     table,
                     n,
                 )
-                out, *pages = run(case, (*beside, *pages), step, isa=isa, threads=threads)
+                out, *pages = run(case, (*beside, *pages), step, threads=threads, **options)
                 parts.append(np.asarray(out)[:n])
                 done += n
             np.testing.assert_array_equal(np.concatenate(parts), whole)
@@ -312,7 +328,7 @@ def test_handler_refuses_what_python_would_not_send() -> None:
     def call(aliases: dict[int, int], *arrays: jax.Array) -> None:
         function = jax.ffi.ffi_call("stoker_attention", results, input_output_aliases=aliases)
         attributes = {"window": np.int64(0), "softcap": np.float32(0), "scale": np.float32(1)}
-        placement = {"isa": np.int64(0), "threads": np.int64(0)}
+        placement = {"rounded": np.bool_(False), "isa": np.int64(0), "threads": np.int64(0)}
         jax.block_until_ready(function(*arrays, **attributes, **placement))
 
     turn = (jnp.ones((len(q), 8)),) * 2
