@@ -20,7 +20,6 @@ from ..models.parameters import Params
 from . import steps
 from .cache import Cache
 from .on_mesh import admit_on_mesh, cache_specs, on_mesh, param_specs, results, slot_spec
-from .packing import from_packed, pack, packed_shape
 from .steps import DecodeBatch, Outputs, PrefillBatch, Scores, State
 
 #: A function of `engine/steps.py` that takes `(params, cache, state, batch, ...)`.
@@ -112,10 +111,7 @@ class Programs:
         return program(state, slot, row)
 
     def _run(self, step: Step, *args: Any, **static: int) -> Any:
-        program = self._program(step, args, static)
-        if self.mesh is None:
-            return program(*args)
-        return program(*args[:3], pack(args[3:], self.config.split.degree("slots")))
+        return self._program(step, args, static)(*args)
 
     def _program(
         self, step: Step, args: tuple[Any, ...], static: Mapping[str, int]
@@ -179,15 +175,11 @@ def compile_step(
 def lower_step(
     step: Step, config: ModelConfig, *args: Any, mesh: Mesh | None = None, **static: Any
 ) -> jax.stages.Lowered:
-    """What `compile_step` compiles; arguments may be shapes.
-
-    On a mesh, what follows the state is one array, of `packing.pack`.
-    """
+    """What `compile_step` compiles; arguments may be shapes."""
     if mesh is None:
         bound = functools.partial(step, config=config, **static)
         return jax.jit(bound, donate_argnums=(1, 2)).lower(*args)
-    rows, parts = slot_spec(config), config.split.degree("slots")
-    step, args = from_packed(step, args[3:], parts), (*args[:3], packed_shape(args[3:], parts))
+    rows = slot_spec(config)
     specs = (param_specs(args[0], config), cache_specs(config), *(rows for _ in args[2:]))
     found = results(step, config)
     if len({device.process_index for device in mesh.devices.flat}) > 1:

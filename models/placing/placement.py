@@ -137,7 +137,7 @@ def place_parameter(
     for arrays in zip(*columns, strict=True):
         # Scales of one part may need float32 where those of others did not.
         if len({array.dtype for array in arrays}) > 1:
-            arrays = [array.astype(jnp.result_type(*arrays)) for array in arrays]
+            arrays = tuple(array.astype(jnp.result_type(*arrays)) for array in arrays)
         # Packed tiles have an axis of bytes after that of columns.
         entries = (*spec, *(None,) * (arrays[0].ndim - len(spec)))
         degrees = (*(cut.degree for cut in cuts), *(1,) * (arrays[0].ndim - len(cuts)))
