@@ -60,7 +60,8 @@ def read_parameters(
     """Yields dotted path and reader of each parameter, the largest first.
 
     Nothing is kept here: a reader holds, while it runs, one tensor and what becomes of it, or of
-    the part that it was asked for. Parts have the values of the whole, bit for bit.
+    the part that it was asked for. Parts have the values of the whole, bit for bit; where they are
+    quantised here, but for roundings of a search that small ones run as another program.
 
     Args:
       checkpoint: one that fits `config`.

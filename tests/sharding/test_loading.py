@@ -14,6 +14,7 @@ from running import CASES
 from stoker.models.checkpoints.narrowing import narrowed
 from stoker.models.families.naming import TensorUse
 from stoker.models.parameters import Parameter
+from stoker.models.placing.placement import _readings
 
 SCRIPT = """
 import sys
@@ -28,7 +29,7 @@ for path in sys.argv[2:]:
     for text in sys.argv[1].split("/"):
         mesh = mesh_of(text)
         wanted, (found, read) = place_model(whole, mesh), load_counting(path, mesh, kernels="xla")
-        # Two parameters of DeepSeek 2 are columns of each head's rows: they read these twice.
+        # Two parameters of DeepSeek 2 take turns with the rows of a tensor, which both read.
         assert read <= held_bytes(found.params) * (1.2 if "deepseek-v2" in path else 1), path
         assert found.config == wanted.config and found.mesh == mesh
         assert jax.tree.structure(found.params) == jax.tree.structure(wanted.params)
@@ -65,6 +66,25 @@ def test_parts_read_are_parts_of_the_whole(helpers_on_path, tmp_path, kind: str)
         text=True,
     )
     assert run.stdout == "equal\n", run.stderr
+
+
+def test_columns_are_read_once_and_no_others() -> None:
+    """Of a matrix [8, 200] in blocks of 32: neighbours that share one, and padding alone."""
+
+    def read(*spans: tuple[int, int]) -> dict:
+        boxes = [((0, 8), span) for span in spans]
+        return {
+            wanted[1]: [box[1] for box in held] for wanted, held in _readings(boxes, (8, 200), 32)
+        }
+
+    assert read((64, 128)) == {(64, 128): [(64, 128)]}
+    assert read((0, 64), (64, 128), (64, 128)) == {(0, 64): [(0, 64)], (64, 128): [(64, 128)]}
+    assert read((0, 48), (48, 96)) == {(0, 96): [(0, 48), (48, 96)]}
+    assert read((160, 200)) == {(160, 200): [(160, 200)]}
+    assert read((200, 200)) == {(192, 200): [(200, 200)]}
+    assert list(_readings([((8, 8), (0, 64))], (8, 200), 32)) == [
+        (((0, 1), (0, 64)), [((8, 8), (0, 64))])
+    ]
 
 
 def test_rows_of_one_tensor() -> None:
