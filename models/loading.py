@@ -18,7 +18,7 @@ from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.manifest import is_native_folder
 from .checkpoints.native import NativeCheckpoint
 from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
-from .checkpoints.reading import WHOLE, Progress, is_turned, read_parameters
+from .checkpoints.reading import Progress, is_turned, read_parameters
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import PALLAS, Kernels, ModelConfig
 from .errors import StokerError
@@ -276,7 +276,7 @@ def load_params(
       family: of the checkpoint.
       config: the architecture of the checkpoint.
       place: puts one leaf of a parameter (given its dotted path) on the device.
-      mesh: places parameters instead, as `config.split` says; rows are read part by part.
+      mesh: places parameters instead, as `config.split` says; they are read part by part.
       quantise: what becomes of dense matrices; None: they stay dense.
       progress: told how many bytes of tensors have been read.
 
@@ -293,7 +293,7 @@ def load_params(
         if mesh is not None:
             values[path] = place_parameter(parameters[path], config, mesh, read, arena.empty)
             continue
-        value = read(WHOLE)
+        value = read()
         packs = isinstance(value, QuantArray)
         if config.kernels.platform == "cpu" and packs:
             value = cpu.prepare(value, arena.empty)

@@ -138,7 +138,9 @@ def is_matrix(path: str, parameter: Parameter) -> bool:
     return parameter.dtype == "any" and len(parameter.shape) > 1 and name not in _KEPT
 
 
-def quantise(array: np.ndarray, how: Quantisation, empty: Empty = aligned_empty) -> QuantArray:
+def quantise(
+    array: np.ndarray, how: Quantisation, empty: Empty = aligned_empty, columns: int = 0
+) -> QuantArray:
     """A dense matrix `[..., R, C]` quantised, with NumPy leaves.
 
     Scales and minima are float16, or float32 where the range of the values asks for it.
@@ -147,11 +149,12 @@ def quantise(array: np.ndarray, how: Quantisation, empty: Empty = aligned_empty)
       array: float32, bfloat16 or float16; `uneven_groups` has found no fault with its columns.
       how: the format.
       empty: makes the leaves.
+      columns: of whole rows, where these are parts of rows.
 
     Raises:
       NotFiniteError: a value is not.
     """
-    group = how.group_of(array.shape[-1])
+    group = how.group_of(columns or array.shape[-1])
     # A loop that ends at the first type which does: float32 always does.
     for dtype in (np.float16, np.float32):
         leaves, lost = _quantise(array, how, group, np.dtype(dtype), empty)

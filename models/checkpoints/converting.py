@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import StokerError
 from ..loading import Opened, check_tensors, check_vocabulary, naming_of, open_checkpoint
 from ..parameters import abstract_params, named_parameters
-from ..placing.placement import Read
+from ..placing.placement import Reader
 from ..quantise import Quantisation, is_matrix
 from ..sources import resolve
 from ..tokenizers.copying import copy_tokenizer_files, write_vocabulary
@@ -25,7 +25,7 @@ from . import manifest, orbax
 from .gguf import GGUFCheckpoint
 from .manifest import Manifest, Stored, is_native_folder
 from .native import SPELLINGS
-from .reading import WHOLE, Progress, read_parameters
+from .reading import Progress, read_parameters
 from .safetensors_writer import SHARD_BYTES, SafetensorsWriter
 
 #: Types that dense matrices may be written in.
@@ -118,7 +118,7 @@ def convert_model(
 
 def _write(
     folder: pathlib.Path,
-    parameters: Iterator[tuple[str, Read]],
+    parameters: Iterator[tuple[str, Reader]],
     opened: Opened,
     to: str,
     shard_bytes: int,
@@ -127,7 +127,7 @@ def _write(
     stored: dict[str, Stored] = {}
     if to == "orbax":
         # Orbax takes the whole tree at once.
-        values = {path: read(WHOLE) for path, read in parameters}
+        values = {path: read() for path, read in parameters}
         orbax.write_tree(folder, values)
         return {path: Stored.of(path, value) for path, value in values.items()}
     paths = [path for path, _ in named_parameters(abstract_params(opened.config))]
@@ -135,7 +135,7 @@ def _write(
     writer = SafetensorsWriter(folder, room, shard_bytes)
     try:
         for path, read in parameters:
-            value = read(WHOLE)
+            value = read()
             stored[path] = Stored.of(path, value)
             for (name, leaf), field in zip(
                 stored[path].arrays().items(), stored[path].leaves, strict=True

@@ -14,7 +14,7 @@ from gguf.constants import Keys
 
 from ..errors import StokerError
 from ..quantized import QuantArray
-from .gguf_blocks import check_types, convert
+from .gguf_blocks import blocks_of, check_types, convert
 from .gguf_header import GGUFHeader, TensorInfo, open_mapped, read_header
 from .safetensors import INDEX
 
@@ -135,13 +135,14 @@ class GGUFCheckpoint:
         info = self.tensors[name]
         return np.frombuffer(self._maps[name], np.uint8, info.nbytes, info.offset)
 
-    def load(self, name: str, rows: slice = slice(None)) -> np.ndarray | QuantArray:
-        """A tensor, or a slice of its rows, as `gguf_blocks.convert` makes it."""
+    def load(self, name: str, *index: slice) -> np.ndarray | QuantArray:
+        """A tensor, or what slices of its axes are, as `gguf_blocks.convert` makes it."""
         info = self.tensors[name]
-        first, last, _ = rows.indices(info.shape[0])
-        size = info.nbytes // info.shape[0]
-        part = dataclasses.replace(info, shape=(last - first, *info.shape[1:]))
-        return convert(self.read(name)[first * size : last * size], part)
+        blocks = blocks_of(self.read(name), info)
+        if len(index) == len(info.shape):
+            first, last, _ = index[-1].indices(info.shape[-1])
+            index = (*index[:-1], slice(first // info.unit, -(-last // info.unit)))
+        return convert(blocks[index], info.type)
 
     def release(self, name: str) -> None:
         """Lets the system drop a tensor's pages from memory; reading it again still works."""

@@ -174,31 +174,35 @@ def check_types(tensors: Iterable[TensorInfo]) -> None:
             )
 
 
-def convert(raw: np.ndarray, info: TensorInfo) -> np.ndarray | QuantArray:
-    """The tensor `info` whose file bytes are `raw` (uint8, flat), in NumPy arrays of its own.
-
-    F32, F16 and BF16 keep their type and `info.shape`. Quantised types become a `QuantArray` that
-    `dequantize` turns into exactly the values that the blocks stand for. `raw` is unpacked a few
-    rows at a time, so temporaries stay near `CHUNK_BYTES` whatever the tensor's size.
-    """
-    if info.type in _DENSE:
-        dense = aligned_empty(info.shape, _DENSE[info.type])
-        dense.reshape(-1).view(np.uint8)[:] = raw
-        return dense
-    form = _QUANTISED[info.type]
+def blocks_of(raw: np.ndarray, info: TensorInfo) -> np.ndarray:
+    """The blocks `[..., C/unit, bytes]` in the file bytes `raw` (uint8, flat) of a tensor."""
     block, block_bytes = GGML_QUANT_SIZES[info.type]
-    blocks = raw.reshape(-1, info.shape[-1] // block, block_bytes)
-    rows = max(1, CHUNK_BYTES // (blocks.shape[1] * block_bytes))
+    return raw.reshape(*info.shape[:-1], info.shape[-1] // block, block_bytes)
+
+
+def convert(blocks: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray | QuantArray:
+    """The values of blocks, uint8 `[..., n, bytes]`, in NumPy arrays of their own.
+
+    F32, F16 and BF16 keep their type. Quantised types become a `QuantArray` that `dequantize` turns
+    into exactly the values that the blocks stand for. They are unpacked a few rows at a time, so
+    temporaries stay near `CHUNK_BYTES` whatever the tensor's size.
+    """
+    if kind in _DENSE:
+        dense = aligned_empty(blocks.shape[:-1], _DENSE[kind])
+        dense.view(np.uint8).reshape(blocks.shape)[...] = blocks
+        return dense
+    form = _QUANTISED[kind]
+    *lead, count, block_bytes = blocks.shape
+    flat = blocks.reshape(-1, count, block_bytes)
+    rows = max(1, CHUNK_BYTES // (count * block_bytes))
     leaves: Leaves = {}
-    for start in range(0, len(blocks), rows):
-        for name, part in form.unpack(blocks[start : start + rows]).items():
+    for start in range(0, len(flat), rows):
+        for name, part in form.unpack(flat[start : start + rows]).items():
             part = part.reshape(len(part), -1)
             if name not in leaves:
-                leaves[name] = aligned_empty((len(blocks), part.shape[1]), part.dtype)
+                leaves[name] = aligned_empty((len(flat), part.shape[1]), part.dtype)
             leaves[name][start : start + rows] = part
-    fields: dict[str, Any] = {
-        name: leaf.reshape(*info.shape[:-1], -1) for name, leaf in leaves.items()
-    }
+    fields: dict[str, Any] = {name: leaf.reshape(*lead, -1) for name, leaf in leaves.items()}
     for name in ("bits", "zero_point", "group", "levels"):
         fields[name] = getattr(form, name)
     return QuantArray(**fields)

@@ -89,7 +89,12 @@ class TensorInfo:
     @property
     def quantised(self) -> bool:
         """Whether its elements come in blocks."""
-        return GGML_QUANT_SIZES[self.type][0] > 1
+        return self.unit > 1
+
+    @property
+    def unit(self) -> int:
+        """Elements of a row to a block: only blocks are read."""
+        return GGML_QUANT_SIZES[self.type][0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..sources import resolve
 from ..tokenizers.base import Tokenizer
 from .config_json import config_to_json
 from .gguf import GGUFCheckpoint
-from .gguf_blocks import convert
+from .gguf_blocks import blocks_of, convert
 from .gguf_header import TensorInfo
 from .manifest import Stored
 from .native import NativeCheckpoint
@@ -209,7 +209,7 @@ def _loaded_bytes(checkpoint: Any, tensor: Any) -> int:
     rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
     # What one row of zeros becomes says it of all rows.
     row = dataclasses.replace(tensor, shape=(1, tensor.shape[-1]), nbytes=tensor.nbytes // rows)
-    return rows * int(convert(np.zeros(row.nbytes, np.uint8), row).nbytes)
+    return rows * int(convert(blocks_of(np.zeros(row.nbytes, np.uint8), row), row.type).nbytes)
 
 
 def _files(checkpoint: Any) -> list[str]:

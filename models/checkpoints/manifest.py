@@ -32,6 +32,8 @@ DTYPES: Mapping[str, np.dtype] = {
         *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu),
     )
 }
+#: Slices of the axes of an array; the last ones may be left out.
+Index = tuple[slice, ...]
 _KEYS = {"format", "version", "storage", "source", "config", "parameters"}
 _STATICS = {
     field.name: field.type
@@ -98,6 +100,12 @@ class Stored:
         return (*rows, columns * 8 // self.statics["bits"])
 
     @property
+    def unit(self) -> int:
+        """Columns that can only be read together: groups, and runs of them that share a factor."""
+        counts = (leaf.shape[-1] for name, leaf in self.leaves.items() if name not in ("", "codes"))
+        return math.lcm(*(self.shape[-1] // count for count in counts))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
@@ -107,6 +115,15 @@ class Stored:
         return {
             f"{self.path}.{name}" if name else self.path: leaf for name, leaf in self.leaves.items()
         }
+
+    def leaf_index(self, leaf: Leaf, index: Index) -> Index:
+        """The slices of one of its arrays that slices of its own axes are."""
+        if len(index) < len(self.shape):
+            return index
+        # Of columns, most arrays have fewer.
+        first, last, _ = index[-1].indices(self.shape[-1])
+        own = (at * leaf.shape[-1] // self.shape[-1] for at in (first, last))
+        return (*index[:-1], slice(*own))
 
     def assemble(self, arrays: Mapping[str, Any]) -> Any:
         """The parameter, of its arrays by their full names."""

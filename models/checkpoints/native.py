@@ -12,7 +12,7 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..families.naming import Naming
-from .manifest import DTYPES, Leaf, Manifest, Stored, compare_leaves, read_manifest
+from .manifest import DTYPES, Index, Leaf, Manifest, Stored, compare_leaves, read_manifest
 from .orbax import OrbaxArrays
 from .safetensors import TYPES, SafetensorsCheckpoint
 
@@ -28,8 +28,8 @@ class Arrays(Protocol):
     def leaves(self) -> Mapping[str, Leaf]:
         """What there is, by full name, from headers alone."""
 
-    def load(self, stored: Stored) -> Mapping[str, np.ndarray]:
-        """The arrays of a parameter, by their full names."""
+    def load(self, stored: Stored, index: Index) -> Mapping[str, np.ndarray]:
+        """The arrays of a parameter, or what slices of its axes are of each, by full names."""
 
     def release(self, stored: Stored) -> None:
         """Lets the system drop their pages."""
@@ -88,11 +88,10 @@ class NativeCheckpoint:
             {path.rpartition(".")[2]: number.sub(".{layer}.", path) for path in self.tensors}
         )
 
-    def load(self, name: str, rows: slice = slice(None)) -> Any:
-        """A parameter, or a slice of its rows: a NumPy array, or a `QuantArray` of them."""
+    def load(self, name: str, *index: slice) -> Any:
+        """A parameter, or what slices of its axes are: a NumPy array, or a `QuantArray` of them."""
         stored = self.tensors[name]
-        arrays = self._arrays.load(stored)
-        return stored.assemble({leaf: array[rows] for leaf, array in arrays.items()})
+        return stored.assemble(self._arrays.load(stored, index))
 
     def release(self, name: str) -> None:
         """Lets the system drop a parameter's pages from memory; reading it again still works."""
@@ -113,9 +112,12 @@ class SafetensorsArrays:
             for name, tensor in self._files.tensors.items()
         }
 
-    def load(self, stored: Stored) -> Mapping[str, np.ndarray]:
+    def load(self, stored: Stored, index: Index) -> Mapping[str, np.ndarray]:
         """As `Arrays.load`: copies."""
-        return {name: self._files.load(name) for name in stored.arrays()}
+        return {
+            name: self._files.load(name, *stored.leaf_index(leaf, index))
+            for name, leaf in stored.arrays().items()
+        }
 
     def release(self, stored: Stored) -> None:
         """As `Arrays.release`."""

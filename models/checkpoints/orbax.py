@@ -22,15 +22,18 @@ from ...sharding import Rules
 from ..config import ModelConfig
 from ..errors import StokerError
 from ..parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
-from ..placing.placement import cuts_of, place_parameter, split_config
+from ..placing.placement import Reader, cuts_of, place_parameter, split_config
 from ..quantized import QuantArray
-from .manifest import DTYPES, Leaf, Manifest, Stored, compare_leaves, read_manifest
+from .manifest import DTYPES, Index, Leaf, Manifest, Stored, compare_leaves, read_manifest
 
 #: The folder of the tree, beside `stoker.json`.
 FOLDER = "orbax"
 #: Bytes of parameters that are read at once where they are read one after another: a call of
 #: Orbax takes tens of milliseconds, whatever it reads.
 _BATCH_BYTES = 128 << 20
+#: Bytes of the pieces that arrays are written in: whoever wants some rows or columns of one reads
+#: the pieces they lie in, and no others.
+_PIECE_BYTES = 8 << 20
 
 
 def save_params(
@@ -93,7 +96,9 @@ def write_tree(folder: pathlib.Path, values: Mapping[str, Any]) -> None:
         for name, leaf in arrays.items()
     }
     with _checkpointer() as checkpointer:
-        checkpointer.save(_tree_folder(folder), args=ocp.args.PyTreeSave(_nested(arrays)))
+        pieces = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_PIECE_BYTES))
+        how = ocp.args.PyTreeSave(_nested(arrays), save_args=_nested(pieces))
+        checkpointer.save(_tree_folder(folder), args=how)
 
 
 def restore_params(
@@ -106,8 +111,8 @@ def restore_params(
     """The parameters of an Orbax checkpoint, each device reading its own shards.
 
     Tree, shapes and types are compared with `abstract_params(config)` before anything is read.
-    Where a parameter does not divide evenly, and its parts are padded or repeated, it is read
-    whole and cut as `place_parameter` does.
+    Where a parameter does not divide evenly, and its parts are padded or repeated, each is read as
+    `place_parameter` does it.
 
     Args:
       path: a folder that `save_params` or `stoker convert` wrote.
@@ -143,19 +148,18 @@ def restore_params(
         {name: leaf for name, leaf in manifest.leaves.items() if name in shardings},
         lambda name, leaf: ocp.ArrayRestoreArgs(sharding=shardings[name], global_shape=leaf.shape),
     )
-    whole, values = OrbaxArrays(folder, manifest), {}
+    parts, values = OrbaxArrays(folder, manifest), {}
     for name, parameter in abstract.items():
         stored = manifest.parameters[name]
         if stored.arrays().keys() <= shardings.keys():
             values[name] = stored.assemble(arrays)
             continue
         assert mesh is not None
-        value = stored.assemble(whole.load(stored))
 
-        def read(rows: slice, value: Any = value) -> Any:
-            return jax.tree.map(lambda leaf: leaf[rows], value)
+        def part(index: Index, stored: Stored = stored) -> Any:
+            return stored.assemble(parts.load(stored, index))
 
-        values[name] = place_parameter(parameter, config, mesh, read)
+        values[name] = place_parameter(parameter, config, mesh, Reader(stored.unit, part))
     return unflatten(abstract_params(config), values)
 
 
@@ -194,9 +198,14 @@ class OrbaxArrays:
             found[name] = Leaf(str(np.dtype(leaf.dtype)), tuple(leaf.shape))
         return found
 
-    def load(self, stored: Stored) -> Mapping[str, np.ndarray]:
-        """The arrays of a parameter, by their full names."""
+    def load(self, stored: Stored, index: Index) -> Mapping[str, np.ndarray]:
+        """As `native.Arrays.load`."""
         wanted = stored.arrays()
+        if index:
+            return {
+                name: self._read_part(name, stored.leaf_index(leaf, index))
+                for name, leaf in wanted.items()
+            }
         if not self._ahead.keys() >= wanted.keys():
             self._ahead = self._read_from(stored)
         return {name: self._ahead.pop(name) for name in wanted}
@@ -209,6 +218,17 @@ class OrbaxArrays:
         """Bytes of all files of the tree."""
         files = _tree_folder(self._folder).rglob("*")
         return sum(path.stat().st_size for path in files if path.is_file())
+
+    def _read_part(self, name: str, index: Index) -> np.ndarray:
+        """What slices of its axes are of one array: Orbax itself reads by shardings alone."""
+        _orbax()
+        tensorstore: Any = importlib.import_module("tensorstore")
+        path = str(_tree_folder(self._folder) / name)
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
+        try:
+            return np.asarray(tensorstore.open(spec, open=True).result()[index].read().result())
+        except (OSError, ValueError, KeyError) as error:
+            raise _damaged(self._folder, error) from None
 
     def _read_from(self, first: Stored) -> dict[str, np.ndarray]:
         """The arrays of a parameter and of some that follow it."""

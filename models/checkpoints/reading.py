@@ -16,7 +16,7 @@ from ..errors import StokerError
 from ..families.naming import Naming, TensorUse
 from ..host_arrays import aligned_empty
 from ..parameters import Parameter, abstract_params, named_parameters
-from ..placing.placement import Read
+from ..placing.placement import Reader
 from ..quantise import NotFiniteError, Quantisation, is_matrix, uneven_groups
 from ..quantise import quantise as quantise_matrix
 from ..quantized import QuantArray, dequantize
@@ -31,8 +31,6 @@ _SCALES = {np.dtype(np.float16), np.dtype(np.float32)}
 Progress = Callable[[int, int], None]
 #: What is made of a part of a parameter.
 Convert = Callable[[Any], Any]
-#: All of it.
-WHOLE = slice(None)
 
 
 class Tensors(Protocol):
@@ -40,10 +38,11 @@ class Tensors(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """What is known of each tensor by name: at least `shape`, `nbytes` and `quantised`."""
+        """What is known of each tensor by name: at least `shape`, `nbytes`, `quantised` and `unit`,
+        the columns that can only be read together (see `Reader.unit`)."""
 
-    def load(self, name: str, rows: slice = ...) -> np.ndarray | QuantArray:
-        """A tensor, or a slice of its rows."""
+    def load(self, name: str, *index: slice) -> np.ndarray | QuantArray:
+        """A tensor, or what slices of its axes are; the last ones may be left out."""
 
     def release(self, name: str) -> None:
         """Lets the system drop the pages of a tensor."""
@@ -57,11 +56,12 @@ def read_parameters(
     quantise: Quantisation | None = None,
     dense: str | None = None,
     progress: Progress | None = None,
-) -> Iterator[tuple[str, Read]]:
+) -> Iterator[tuple[str, Reader]]:
     """Yields dotted path and reader of each parameter, the largest first.
 
-    Nothing is kept here: a reader holds, while it runs, one tensor and what becomes of it. It takes
-    a slice of the parameter's first axis (`slice(0, n)`; `WHOLE` for all of it).
+    Nothing is kept here: a reader holds, while it runs, one tensor and what becomes of it, or of
+    the part that it was asked for. Parts have the values of the whole, bit for bit; where they are
+    quantised here, but for roundings of a search that small ones run as another program.
 
     Args:
       checkpoint: one that fits `config`.
@@ -92,24 +92,29 @@ def read_parameters(
     total, done = sum(sizes.values()), 0
     for path in sorted(parameters, key=lambda path: -sizes[path]):
         parameter = parameters[path]
+        columns = parameter.shape[-1]
+        units = [checkpoint.tensors[name].unit for name in uses[path].tensors]
         if is_matrix(path, parameter):
-            convert = functools.partial(_converted, how=quantise, dense=dense)
+            convert = functools.partial(_converted, how=quantise, dense=dense, columns=columns)
+            units += [quantise.group_of(columns)] if quantise is not None else []
         else:
             kept = None if parameter.dtype == "any" else parameter.dtype
-            convert = functools.partial(_converted, how=None, dense=kept)
+            convert = functools.partial(_converted, how=None, dense=kept, columns=columns)
         source = (uses[path], parameter, naming.row_order(path, config))
 
-        def read(
-            rows: slice, path: str = path, source: Source = source, convert: Convert = convert
+        def part(
+            index: tuple[slice, ...],
+            path: str = path,
+            source: Source = source,
+            convert: Convert = convert,
         ) -> Any:
-            first, last, _ = rows.indices(source[1].shape[0])
             try:
-                own = narrowed(source, first, last) if rows != WHOLE else source
+                own = narrowed(source, index) if index else source
                 return _parameter(checkpoint, *own, convert, config.compute_dtype)
             except NotFiniteError as error:
                 raise StokerError(f"'{path}' {error}") from None
 
-        yield path, read
+        yield path, Reader(math.lcm(*units) if len(parameter.shape) > 1 else 1, part)
         done += sizes[path]
         if progress is not None:
             progress(done, total)
@@ -129,13 +134,13 @@ def _check_dense(
     )
 
 
-def _converted(part: Any, how: Quantisation | None, dense: str | None) -> Any:
-    """A part of one parameter, dense of a type or quantised."""
+def _converted(part: Any, how: Quantisation | None, dense: str | None, columns: int) -> Any:
+    """A part of one parameter, whose rows have so many columns: dense of a type or quantised."""
     if dense is not None:
         part = _dense(part, np.dtype(dense))
     if how is None or isinstance(part, QuantArray):
         return part
-    return quantise_matrix(part, how)
+    return quantise_matrix(part, how, columns=columns)
 
 
 def _dense(part: Any, dtype: np.dtype) -> np.ndarray:
@@ -195,23 +200,22 @@ def _reordered(value: Any, order: np.ndarray | None) -> Any:
 
 def _parts(checkpoint: Tensors, use: TensorUse) -> Iterator[tuple[str, Any]]:
     """What one parameter is stacked from, each with the tensor it is of; or all of it, once."""
+    columns = use.columns or slice(None)
     if use.outputs is None:
+        # One without columns is a vector.
+        index = (use.rows, *(slice(None),) * (len(use.shape) - 2), columns)
         for name in use.tensors:
-            part = checkpoint.load(name, use.rows)
+            part = checkpoint.load(name, *index[: len(use.shape)])
             checkpoint.release(name)
             yield name, part
             del part
         return
     (name,) = use.tensors
     turned = is_turned(checkpoint, name, use)
+    inner = (columns, use.outputs) if turned else (use.outputs, columns)
     for expert in range(use.shape[0])[use.rows]:
-        yield (
-            name,
-            jax.tree.map(
-                lambda leaf: (leaf[0].swapaxes(0, 1) if turned else leaf[0])[use.outputs],
-                checkpoint.load(name, slice(expert, expert + 1)),
-            ),
-        )
+        part = checkpoint.load(name, slice(expert, expert + 1), *inner[: len(use.shape) - 1])
+        yield name, jax.tree.map(lambda leaf: leaf[0].swapaxes(0, 1) if turned else leaf[0], part)
     checkpoint.release(name)
 
 

@@ -73,6 +73,11 @@ class StoredTensor:
         """Never: quantised matrices are made of several tensors, and called by another class."""
         return False
 
+    @property
+    def unit(self) -> int:
+        """Columns that can only be read together: each by itself."""
+        return 1
+
 
 @dataclasses.dataclass(frozen=True)
 class SafetensorsCheckpoint:
@@ -124,26 +129,31 @@ class SafetensorsCheckpoint:
                 )
         return cls(tuple(folder / name for name in names), tensors, total, maps)
 
-    def load(
-        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
-    ) -> np.ndarray:
-        """A copy of a tensor, or of a slice of its rows and columns, in the file's own type.
+    def load(self, name: str, *index: slice) -> np.ndarray:
+        """A copy of a tensor, or of what slices of its axes are, in the file's own type.
 
-        Pages of the file are given back as they are copied: no large tensor is in memory twice.
+        Pages of the file are given back as they are copied: no large tensor is in memory twice, and
+        of one whose rows are longer than what is wanted of them, no more than that.
         """
         info = self.tensors[name]
         flat = np.frombuffer(self._maps[name], np.uint8, info.nbytes, info.offset)
-        stored = flat.view(TYPES[info.dtype]).reshape(info.shape)
-        stored = stored[(rows, columns)[: stored.ndim]]
+        stored = flat.view(TYPES[info.dtype]).reshape(info.shape)[index]
         copy = aligned_empty(stored.shape, stored.dtype)
-        if stored.nbytes <= _COPY_BYTES:
-            copy[...] = stored
-            return copy
-        step = max(1, _COPY_BYTES * len(stored) // stored.nbytes)
-        for start in range(0, len(stored), step):
-            copy[start : start + step] = stored[start : start + step]
-            self.release(name)
+        self._copy(name, copy, stored)
         return copy
+
+    def _copy(self, name: str, target: np.ndarray, stored: np.ndarray) -> None:
+        """Copies so much at a time that it touches few pages of the file."""
+        step = _COPY_BYTES // stored.strides[0] if stored.ndim else 1
+        if stored.ndim == 0 or len(stored) <= step:
+            target[...] = stored
+        elif step == 0:
+            for one, other in zip(target, stored, strict=True):
+                self._copy(name, one, other)
+        else:
+            for start in range(0, len(stored), step):
+                target[start : start + step] = stored[start : start + step]
+                self.release(name)
 
     def release(self, name: str) -> None:
         """Lets the system drop a file's pages from memory; reading them again still works."""

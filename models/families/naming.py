@@ -101,6 +101,7 @@ class TensorUse:
       tensors: its name in the checkpoint; several of one shape are stacked.
       shape: of the whole tensor, or of each.
       rows: which of its rows are the parameter's.
+      columns: which of its columns, or of each matrix's; None: all.
       added: what is added to each element.
       heads: the rows are those of so many heads, each of which gets a matrix of its own; 0: one
         matrix.
@@ -119,6 +120,7 @@ class TensorUse:
     transposed: bool = False
     outputs: slice | None = None
     turned_floats: bool = False
+    columns: slice | None = None
 
 
 @dataclasses.dataclass(frozen=True)

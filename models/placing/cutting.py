@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,68 +13,72 @@ import numpy as np
 from ...sharding import Cut
 from ..quantized import QuantArray
 
+#: Where a part begins and ends along one axis.
+Span = tuple[int, int]
+
 
 def cut_columns(value: Any, cut: Cut) -> list[Any]:
-    """The parts of a matrix's last axis, with NumPy leaves.
+    """The parts of a matrix's last axis, with NumPy leaves; values are those of the whole."""
+    value = divisible(value, step_of(cut, value.shape[-1]))
+    rows = [(0, size) for size in value.shape[:-1]]
+    sizes = [*value.shape[:-1], cut.width]
+    return [part_of(value, [*rows, span], sizes) for span in cut.ranges]
 
-    Columns of a `QuantArray` are cut between groups where the cut allows. Where it does not, groups
-    are made smaller, each with the scale of the one it comes from; and factors that several groups
-    share are multiplied into their scales, which float32 holds exactly. So no value changes.
+
+def step_of(cut: Cut, size: int) -> int:
+    """The largest number that every boundary of a cut of `size` elements is a multiple of."""
+    ends = (at for span in cut.ranges for at in span if at < size)
+    return math.gcd(cut.width, size, *ends)
+
+
+def divisible(value: Any, step: int) -> Any:
+    """`value` with groups, and runs of them, that every multiple of `step` columns falls between.
+
+    Where groups are longer they are made smaller, each with the scale of the one it comes from; and
+    factors that several groups share are multiplied into their scales, which float32 holds exactly.
+    So no value changes.
     """
     if not isinstance(value, QuantArray):
-        return [_part(value, -1, span, cut.width) for span in cut.ranges]
-    value = _finer(jax.tree.map(np.asarray, value), cut)
-    columns = value.shape[-1]
-
-    def leaf_part(leaf: np.ndarray, span: tuple[int, int]) -> np.ndarray:
-        start, end, width = (at * leaf.shape[-1] // columns for at in (*span, cut.width))
-        return _part(leaf, -1, (start, end), width)
-
-    return [
-        jax.tree.map(lambda leaf, span=span: leaf_part(leaf, span), value) for span in cut.ranges
-    ]
-
-
-def cut_axis(value: Any, axis: int, cut: Cut) -> list[Any]:
-    """The parts along an axis other than a quantised matrix's last."""
-    return [
-        jax.tree.map(lambda leaf, span=span: _part(leaf, axis, span, cut.width), value)
-        for span in cut.ranges
-    ]
-
-
-def pad_rows(value: Any, rows: int) -> Any:
-    """`value` with zeros after its first axis, up to so many."""
-    return jax.tree.map(lambda leaf: _part(leaf, 0, (0, leaf.shape[0]), rows), value)
-
-
-def _part(leaf: Any, axis: int, span: tuple[int, int], width: int) -> np.ndarray:
-    axis %= leaf.ndim
-    part = np.asarray(leaf[(*(slice(None),) * axis, slice(*span))])
-    missing = width - part.shape[axis]
-    if missing:
-        # Zero bytes: powers of two (float8_e8m0fnu) have no zero, and codes of zero need none.
-        raw = part.view(np.uint8) if part.dtype.itemsize == 1 else part
-        raw = np.pad(raw, [(0, missing if at == axis else 0) for at in range(part.ndim)])
-        part = raw.view(part.dtype)
-    # A view would keep the whole alive.
-    return np.array(part, order="C", copy=part.base is not None or None)
-
-
-def _finer(array: QuantArray, cut: Cut) -> QuantArray:
-    """`array` with groups, and runs of them, that every boundary of `cut` falls between."""
+        return value
+    array = jax.tree.map(np.asarray, value)
     columns = array.shape[-1]
-    ends = (at for span in cut.ranges for at in span if at < columns)
-    step = math.gcd(cut.width, columns, *ends)
     factors = [x.shape[-1] for x in (array.super_scale, array.super_minimum) if x is not None]
     if any(step % (columns // count) for count in factors):
-        array = _without_factors(array)
+        array = without_factors(array)
     if step % array.group:
         array = _regrouped(array, math.gcd(step, array.group))
     return array
 
 
-def _without_factors(array: QuantArray) -> QuantArray:
+def part_of(value: Any, spans: Sequence[Span], sizes: Sequence[int]) -> Any:
+    """What lies in `spans`, one for each axis, with zeros up to `sizes`.
+
+    Columns of a `QuantArray` are cut between groups, and between runs of them that share a factor.
+    """
+    columns = value.shape[-1]
+
+    def leaf_part(leaf: Any) -> np.ndarray:
+        # Leaves of a quantised matrix have fewer entries along its columns.
+        start, end, size = (at * leaf.shape[-1] // columns for at in (*spans[-1], sizes[-1]))
+        return _padded(leaf, [*spans[:-1], (start, end)], [*sizes[:-1], size])
+
+    return jax.tree.map(leaf_part, value)
+
+
+def _padded(leaf: Any, spans: Sequence[Span], sizes: Sequence[int]) -> np.ndarray:
+    part = np.asarray(leaf[tuple(slice(*span) for span in spans)])
+    missing = [(0, size - found) for size, found in zip(sizes, part.shape, strict=True)]
+    if any(count for _, count in missing):
+        # Zero bytes: powers of two (float8_e8m0fnu) have no zero, and codes of zero need none.
+        raw = part.view(np.uint8) if part.dtype.itemsize == 1 else part
+        return np.ascontiguousarray(np.pad(raw, missing)).view(part.dtype)
+    # A view would keep the whole alive; one of all of it is it.
+    return np.array(part, order="C", copy=part.shape != leaf.shape or None)
+
+
+def without_factors(array: QuantArray) -> QuantArray:
+    """The same matrix, with factors that groups share multiplied into their scales and minima."""
+
     def product(values: Any, factor: Any) -> Any:
         if values is None or factor is None:
             return values
@@ -95,7 +100,7 @@ def _regrouped(array: QuantArray, group: int) -> QuantArray:
     codes: Any = array.codes
     bits = array.bits
     repeats = array.group // group
-    array = _without_factors(array)
+    array = without_factors(array)
     if bits == 4:
         halves = codes.reshape(*codes.shape[:-1], -1, array.group // 2)
         flat = np.concatenate([halves & 15, halves >> 4], axis=-1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -18,10 +20,28 @@ from ..ops.cpu import PackedArray, can_pack, pack
 from ..parameters import Parameter, Params, abstract_params, is_weight, named_parameters, unflatten
 from ..quantized import QuantArray, dequantize, ready
 from ..random_weights import matrix_shape
-from .cutting import cut_axis, cut_columns, pad_rows
+from .cutting import Span, divisible, part_of, step_of
 
-#: Rows of a parameter (elements of its first axis), with NumPy leaves.
-Read = Callable[[slice], Any]
+#: Where a part of a parameter lies along each axis.
+Box = tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Reads one parameter, or parts of it.
+
+    Attributes:
+      unit: elements of the last axis that can only be read together: slices of it begin at
+        multiples of this, and end at others or with the axis.
+      part: a part, with NumPy leaves, by slices of the axes; the last ones may be left out.
+    """
+
+    unit: int
+    part: Callable[[tuple[slice, ...]], Any]
+
+    def __call__(self, *index: slice) -> Any:
+        """The parameter, or what these slices of its axes are."""
+        return self.part(index)
 
 
 def split_config(config: ModelConfig, mesh: Mesh, rules: Rules | None = None) -> ModelConfig:
@@ -71,10 +91,12 @@ def place_params(params: Params, config: ModelConfig, mesh: Mesh) -> Params:
         named_parameters(abstract_params(config)), leaves, strict=True
     ):
 
-        def read(rows: slice, value: Any = value) -> Any:
-            return jax.tree.map(lambda leaf: np.asarray(leaf[rows]), value)
+        def part(index: tuple[slice, ...], value: Any = value) -> Any:
+            return jax.tree.map(lambda leaf: np.asarray(leaf[index[: value.ndim - 1]]), value)
 
-        values[name] = place_parameter(parameter, config, mesh, read)
+        # Columns are cut here rather than where the values are, on some device.
+        reader = Reader(value.shape[-1], part)
+        values[name] = place_parameter(parameter, config, mesh, reader)
     return unflatten(abstract_params(config), values)
 
 
@@ -82,40 +104,40 @@ def place_parameter(
     parameter: Parameter,
     config: ModelConfig,
     mesh: Mesh,
-    read: Read,
+    read: Reader,
     empty: Empty = aligned_empty,
 ) -> Any:
     """One parameter on the devices of `mesh`.
 
-    Only what this process's devices hold is read: rows that no part needs never, and those of one
-    part at a time. Leaves are arrays over the whole mesh, with padding and repetitions; the static
-    fields of a `QuantArray` or `PackedArray` are those of a part, which is what steps see inside
+    Only what this process's devices hold is read, part by part, and what they share once. Leaves
+    are arrays over the whole mesh, with padding and repetitions; the static fields of a
+    `QuantArray` or `PackedArray` are those of a part, which is what steps see inside
     `jax.shard_map`.
     """
     cuts = cuts_of(parameter, config)
     spec = config.split.spec(parameter.axes)
-    parts = _parts_by_device(mesh, spec, tuple(cut.degree for cut in cuts))
-    wanted = set(parts.values())
-    packs = config.kernels.platform == "cpu"
+    boxes = _boxes_by_device(mesh, spec, cuts)
+    sizes = [cut.width for cut in cuts]
+    step = step_of(cuts[-1], parameter.shape[-1])
     placed: dict[jax.Device, Any] = {}
-    for first in sorted({part[0] for part in wanted}):
-        start, end = cuts[0].ranges[first]
-        # Padding alone takes its format from some row.
-        whole = read(slice(start, end) if start < end else slice(0, 1))
-        whole = pad_rows(jax.tree.map(lambda leaf, n=end - start: leaf[:n], whole), cuts[0].width)
-        for rest, value in _cut_rest(whole, cuts):
-            devices = [device for device, part in parts.items() if part == (first, *rest)]
-            if devices and packs and isinstance(value, QuantArray):
-                with jax.default_device(devices[0]):
-                    value = pack(value, empty) if can_pack(value) else dequantize(value)
-            if config.kernels.platform == "tpu" and isinstance(value, QuantArray):
-                value = ready(value)
+    for wanted, held in _readings(boxes.values(), parameter.shape, math.lcm(read.unit, step)):
+        whole = divisible(read(*(slice(*span) for span in wanted)), step)
+        for box in held:
+            own = ((a - at, b - at) for (a, b), (at, _) in zip(box, wanted, strict=True))
+            value = part_of(whole, list(own), sizes)
+            devices = [device for device, other in boxes.items() if other == box]
+            value = _as_multiplied(value, config, devices[0], empty)
             for device in devices:
                 placed[device] = jax.device_put(value, device)
+        # What is placed must not stay while the next part is read.
+        del whole, value
     some = next(iter(placed.values()))
     columns = [jax.tree.leaves(value) for value in placed.values()]
     leaves = []
     for arrays in zip(*columns, strict=True):
+        # Scales of one part may need float32 where those of others did not.
+        if len({array.dtype for array in arrays}) > 1:
+            arrays = tuple(array.astype(jnp.result_type(*arrays)) for array in arrays)
         # Packed tiles have an axis of bytes after that of columns.
         entries = (*spec, *(None,) * (arrays[0].ndim - len(spec)))
         degrees = (*(cut.degree for cut in cuts), *(1,) * (arrays[0].ndim - len(cuts)))
@@ -123,6 +145,16 @@ def place_parameter(
         sharding = NamedSharding(mesh, PartitionSpec(*entries))
         leaves.append(jax.make_array_from_single_device_arrays(shape, sharding, list(arrays)))
     return jax.tree.unflatten(jax.tree.structure(some), leaves)
+
+
+def _as_multiplied(value: Any, config: ModelConfig, device: jax.Device, empty: Empty) -> Any:
+    """A part as the kernels want it: packed, or with types that they can load."""
+    if not isinstance(value, QuantArray):
+        return value
+    if config.kernels.platform == "cpu":
+        with jax.default_device(device):
+            return pack(value, empty) if can_pack(value) else dequantize(value)
+    return ready(value) if config.kernels.platform == "tpu" else value
 
 
 def shape_params(
@@ -165,33 +197,48 @@ def shape_params(
     return unflatten(abstract_params(config), values)
 
 
-def _cut_rest(whole: Any, cuts: tuple[Cut, ...]) -> list[tuple[tuple[int, ...], Any]]:
-    """Parts along all axes but the first, by their numbers."""
-    found: list[tuple[tuple[int, ...], Any]] = [((), whole)]
-    for axis, cut in enumerate(cuts[1:], 1):
-        last = axis == len(cuts) - 1
-        if cut.degree == 1:
-            found = [((*place, 0), value) for place, value in found]
-            continue
-        found = [
-            ((*place, number), part)
-            for place, value in found
-            for number, part in enumerate(
-                cut_columns(value, cut) if last else cut_axis(value, axis, cut)
-            )
-        ]
-    return found
-
-
-def _parts_by_device(
-    mesh: Mesh, spec: PartitionSpec, degrees: tuple[int, ...]
-) -> dict[jax.Device, tuple[int, ...]]:
-    """Which part each of this process's devices holds: its number along each axis."""
+def _boxes_by_device(
+    mesh: Mesh, spec: PartitionSpec, cuts: tuple[Cut, ...]
+) -> dict[jax.Device, Box]:
+    """Which part each of this process's devices holds."""
+    degrees = tuple(cut.degree for cut in cuts)
     indices = NamedSharding(mesh, spec).addressable_devices_indices_map(degrees)
     return {
-        device: tuple(place.start or 0 for place in index or ())
+        device: tuple(
+            cut.ranges[place.start or 0] for cut, place in zip(cuts, index or (), strict=True)
+        )
         for device, index in indices.items()
     }
+
+
+def _readings(
+    boxes: Iterable[Box], shape: tuple[int, ...], together: int
+) -> Iterator[tuple[Box, list[Box]]]:
+    """What to read at a time, and which of `boxes` lie in it.
+
+    Columns are read by multiples of `together`, and those that several boxes need only once.
+    Padding alone, an empty box, takes its format from what is there.
+    """
+    columns = shape[-1]
+
+    def spans(box: Box) -> tuple[list[Span], Span]:
+        start, end = box[-1]
+        first = min(start, columns - 1) // together * together
+        last = min(-(-max(end, first + 1) // together) * together, columns)
+        return [(a, b) if a < b else (0, 1) for a, b in box[:-1]], (first, last)
+
+    held: list[Box] = []
+    wanted: tuple[list[Span], Span] = ([], (0, 0))
+    for box in sorted({*boxes}, key=spans):
+        rows, (first, last) = spans(box)
+        if held and rows == wanted[0] and first < wanted[1][1]:
+            wanted = (rows, (wanted[1][0], max(last, wanted[1][1])))
+        else:
+            if held:
+                yield (*wanted[0], wanted[1]), held
+            held, wanted = [], (rows, (first, last))
+        held.append(box)
+    yield (*wanted[0], wanted[1]), held
 
 
 def placement_report(config: ModelConfig) -> tuple[str, ...]:

@@ -80,32 +80,43 @@ def ends(process: subprocess.Popen, within_s: float) -> tuple[int, str, str]:
 
 
 def test_four_processes_serve_as_one_until_one_is_killed(
-    helpers_on_path: dict[str, str], jobs: list[subprocess.Popen], path: str
+    capsys, helpers_on_path: dict[str, str], jobs: list[subprocess.Popen], path: str
 ) -> None:
-    """PAR-08: greedy, drawn, penalised and scored requests; then a kill in the midst of a reply."""
+    """PAR-08: greedy, drawn, penalised and scored requests, and `stoker score`; then a kill in the
+    midst of a reply."""
+    pathlib.Path(path).with_suffix(".json").write_text(json.dumps([*range(5, 40, 3)]))
     where = f"127.0.0.1:{free_port()}"
     mesh = "data:2,tensor:2"
     jobs += [
         start(helpers_on_path, 1, "host_job", where, "4", str(index), path, mesh)
         for index in range(4)
     ]
-    expected = host_job.tokens(load_model(path, **host_job.NUMERICS))
+    alone = load_model(path, **host_job.NUMERICS)
+    expected = host_job.tokens(alone)
+    capsys.readouterr()
+    host_job.score(alone)
+    scored = json.loads(capsys.readouterr().out)
     assert jobs[0].stdout is not None
     lines = (line for line in jobs[0].stdout if not line.startswith("[Gloo]"))
     assert json.loads(next(lines)) == expected
+    assert json.loads(next(lines)) == {
+        **scored,
+        "logprobs": pytest.approx(scored["logprobs"], abs=1e-4),
+        "perplexity": pytest.approx(scored["perplexity"], rel=1e-4),
+    }
     for _ in range(5):
         assert next(lines) == "token\n"
     jobs[2].send_signal(signal.SIGKILL)
     killed = time.monotonic()
-    whole = os.path.getsize(path)
     for index in (0, 1, 3):
         status, out, err = ends(jobs[index], END_S)
         assert status != 0
         assert "process 2 (127.0.0.1) was lost: its connection closed" in err
         if index:
-            # Half of what is cut by rows; matrices that are cut by columns whole.
-            read = [int(line) for line in out.splitlines() if line.isdigit()]
-            assert 0.3 * whole < read[0] < 0.7 * whole
+            # Parts of rows, of columns, and what all hold: nothing else is read.
+            (line,) = (line for line in out.splitlines() if line.startswith("read"))
+            read, held = map(int, line.split()[1:])
+            assert read <= held < 0.6 * os.path.getsize(path)
     assert time.monotonic() - killed < END_S
 
 

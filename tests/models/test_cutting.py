@@ -7,7 +7,7 @@ import pytest
 from quantised import FORMATS, random_quant
 
 from stoker.models.ops.cpu import can_pack
-from stoker.models.placing.cutting import cut_axis, cut_columns, pad_rows
+from stoker.models.placing.cutting import cut_columns, part_of
 from stoker.models.quantized import dequantize
 from stoker.sharding import Cut, even_cut
 
@@ -37,9 +37,8 @@ def test_groups_are_kept_where_the_cut_allows() -> None:
 
 def test_repeated_and_padded_parts() -> None:
     array = np.arange(12.0).reshape(6, 2)
-    cut = Cut(3, ((0, 2), (0, 2), (4, 6), (6, 6)))
-    parts = cut_axis(array, 0, cut)
+    spans = ((0, 2), (0, 2), (4, 6), (6, 6))
+    parts = [part_of(array, [span, (0, 2)], [3, 2]) for span in spans]
     np.testing.assert_array_equal(parts[0], parts[1])
     np.testing.assert_array_equal(parts[2], [[8, 9], [10, 11], [0, 0]])
     assert parts[3].shape == (3, 2) and not parts[3].any()
-    assert pad_rows(array, 8).shape == (8, 2)

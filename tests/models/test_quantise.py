@@ -21,6 +21,7 @@ from stoker.models.errors import StokerError
 from stoker.models.loading import load_model
 from stoker.models.ops import cpu
 from stoker.models.parameters import is_weight
+from stoker.models.placing.cutting import part_of
 from stoker.models.quantise import Quantisation, quantise, relative_error
 from stoker.models.quantized import QuantArray, dequantize
 
@@ -122,6 +123,19 @@ def test_a_few_dead_groups_do_not_widen_the_scales_of_all():
     array = normal(48, 256)
     array[7, :32] = 1e-9
     assert quantise(array, Quantisation(8)).scale.dtype == np.float16
+
+
+@pytest.mark.parametrize("spec", ["int4:search=false", "int4:search=false,minimum=false"])
+def test_parts_of_rows_get_the_bits_of_the_whole(spec):
+    """Rows of 80 columns have groups of 16, though their parts could have longer ones."""
+    dense, how = normal(7, 80), Quantisation.parse(spec)
+    whole = quantise(dense, how)
+    assert (whole.group, how.group_of(32)) == (16, 32)
+    for first in (0, 32, 48):
+        part = quantise(dense[:, first : first + 32], how, columns=80)
+        wanted = part_of(whole, [(0, 7), (first, first + 32)], [7, 32])
+        assert jax.tree.structure(part) == jax.tree.structure(wanted)
+        jax.tree.map(np.testing.assert_array_equal, part, wanted)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from quantised import random_floats, random_levels
 
-from stoker.models.placing.cutting import cut_columns, pad_rows
+from stoker.models.placing.cutting import cut_columns, part_of
 from stoker.models.quantized import dequantize
 from stoker.sharding import Cut
 
@@ -47,5 +47,5 @@ def test_parts_keep_their_values_and_are_padded_with_zeros(kind: str) -> None:
     cut = Cut(40, ((0, 40), (40, 80), (80, 96)))
     parts = [np.asarray(dequantize(part)) for part in cut_columns(array, cut)]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1)[:, :100], dense)
-    padded = np.asarray(dequantize(pad_rows(array, 8)))
+    padded = np.asarray(dequantize(part_of(array, [(0, 5), (0, 96)], [8, 96])))
     np.testing.assert_array_equal(padded, np.pad(dense[:, :96], [(0, 3), (0, 0)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,23 +17,45 @@ from ..safetensors import SafetensorsCheckpoint, StoredTensor
 
 #: Stored tensors by what they are for, for example "scale".
 Parts = Mapping[str, Any]
+#: Makes a matrix of so many columns.
+Make = Callable[[Parts, int], QuantArray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Along:
+    """Where an axis of a matrix lies in a stored tensor.
+
+    Attributes:
+      axis: of the stored tensor.
+      elements: how many of the matrix's axis there are to `entries` of that one.
+      entries: see `elements`.
+    """
+
+    axis: int
+    elements: int = 1
+    entries: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A stored tensor that a matrix is made of, and where rows of the matrix are in it.
+    """A stored tensor that a matrix is made of.
 
     Attributes:
       name: of the stored tensor.
-      axis: 0 or 1, along which the matrix's rows (or experts) lie; None: any row needs all of it.
-      rows: how many of them there are to `entries` of that axis.
-      entries: see `rows`.
+      axes: where each axis of the matrix is in it; None: any element needs all of it.
     """
 
     name: str
-    axis: int | None = 0
-    rows: int = 1
-    entries: int = 1
+    axes: tuple[Along | None, ...]
+
+    def index(self, spans: Sequence[tuple[int, int]], ndim: int) -> list[slice]:
+        """The slices of the stored tensor, of `ndim` axes, that a part of the matrix needs."""
+        found = [slice(None)] * ndim
+        for along, (start, end) in zip(self.axes, spans, strict=True):
+            if along is not None:
+                first = start * along.entries // along.elements
+                found[along.axis] = slice(first, -(-end * along.entries // along.elements))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +67,30 @@ class QuantisedTensor:
       shape: of the plain tensor, `[..., R, C]`.
       sources: the stored tensors, by the names that `make` wants.
       nbytes: of the stored tensors together.
-      make: a matrix, of NumPy leaves, from the stored tensors or the parts that some rows need.
+      make: a matrix, of NumPy leaves, from the stored tensors or what a part of it needs of them,
+        and the number of its columns.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: Mapping[str, Source]
     nbytes: int
-    make: Callable[[Parts], QuantArray] = dataclasses.field(repr=False)
+    make: Make = dataclasses.field(repr=False)
 
     @property
     def quantised(self) -> bool:
         """Always."""
         return True
+
+    @property
+    def unit(self) -> int:
+        """Columns that can only be read together."""
+        return self.stored_together(-1)
+
+    def stored_together(self, axis: int) -> int:
+        """Elements of an axis that can only be read together."""
+        places = [source.axes[axis] for source in self.sources.values()]
+        return math.lcm(*(along.elements for along in places if along is not None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,22 +117,27 @@ class QuantisedCheckpoint:
         """Of all files together."""
         return self.files.file_bytes
 
-    def load(self, name: str, rows: slice = slice(None)) -> np.ndarray | QuantArray:
-        """A tensor, or a slice of its rows: quantised with NumPy leaves, or in the file's type."""
+    def load(self, name: str, *index: slice) -> np.ndarray | QuantArray:
+        """A tensor, or what slices of its axes are: quantised with NumPy leaves, or as it is."""
         tensor = self.tensors[name]
         if isinstance(tensor, StoredTensor):
-            return self.files.load(name, rows)
-        first, last, _ = rows.indices(tensor.shape[0])
-        # What is stored together is read together.
-        unit = math.lcm(*(source.rows for source in tensor.sources.values()))
-        start, end = first // unit * unit, min(-(-last // unit) * unit, tensor.shape[0])
+            return self.files.load(name, *index)
+        spans, own = [], []
+        for axis, size in enumerate(tensor.shape):
+            wanted = range(size)[index[axis] if axis < len(index) else slice(None)]
+            # What is stored together is read together.
+            unit = tensor.stored_together(axis)
+            start, end = wanted.start // unit * unit, min(-(-wanted.stop // unit) * unit, size)
+            spans.append((start, end))
+            own.append(slice(wanted.start - start, wanted.stop - start, wanted.step))
         made = tensor.make(
-            {part: self._part(source, start, end) for part, source in tensor.sources.items()}
+            {part: self._part(source, spans) for part, source in tensor.sources.items()},
+            spans[-1][1] - spans[-1][0],
         )
-        if (start, end) == (first, last):
+        rows = tuple(own[:-1])
+        if all(len(range(b - a)[it]) == b - a for it, (a, b) in zip(rows, spans, strict=False)):
             return made
-        own = slice(first - start, last - start)
-        return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[own]), made)
+        return jax.tree.map(lambda leaf: np.ascontiguousarray(leaf[rows]), made)
 
     def loaded_bytes(self, name: str) -> int:
         """What a quantised tensor takes in memory, reckoned from made-up rows; nothing is read.
@@ -108,25 +146,22 @@ class QuantisedCheckpoint:
         """
         tensor = self.tensors[name]
         assert isinstance(tensor, QuantisedTensor)
-        unit = math.lcm(*(source.rows for source in tensor.sources.values()))
+        unit = tensor.stored_together(0)
         parts = {}
         for part, source in tensor.sources.items():
             stored = self.files.tensors[source.name]
             shape = list(stored.shape)
-            if source.axis is not None:
-                shape[source.axis] = -(-unit * source.entries // source.rows)
+            if (along := source.axes[0]) is not None:
+                shape[along.axis] = -(-unit * along.entries // along.elements)
             # Zero points that are all one, as those of most models are; factors that divide.
             fill = 0 if stored.numpy_type.kind in "iu" else 1
             parts[part] = np.full(shape, fill, stored.numpy_type)
-        return int(tensor.make(parts).nbytes) * tensor.shape[0] // unit
+        return int(tensor.make(parts, tensor.shape[-1]).nbytes) * tensor.shape[0] // unit
 
-    def _part(self, source: Source, start: int, end: int) -> np.ndarray:
-        """What rows [start, end) need of a stored tensor."""
-        if source.axis is None:
-            return self.files.load(source.name)
-        part = slice(start * source.entries // source.rows, -(-end * source.entries // source.rows))
-        whole = slice(None)
-        return self.files.load(source.name, *((whole, part) if source.axis else (part, whole)))
+    def _part(self, source: Source, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """What a part of a matrix needs of a stored tensor."""
+        ndim = len(self.files.tensors[source.name].shape)
+        return self.files.load(source.name, *source.index(spans, ndim))
 
     def release(self, name: str) -> None:
         """Lets the system drop a file's pages from memory; reading them again still works."""
@@ -193,7 +228,7 @@ class Builder:
         name: str,
         shape: tuple[int, ...],
         sources: Mapping[str, Source],
-        make: Callable[[Parts], QuantArray],
+        make: Make,
     ) -> None:
         """Adds a quantised tensor, made of stored ones."""
         nbytes = sum(self.stored(source.name).nbytes for source in sources.values())

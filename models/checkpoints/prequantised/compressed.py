@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from ...errors import StokerError
+from ...placing.cutting import without_factors
 from ...quantized import QuantArray
-from .checkpoint import Builder, Parts, Source
-from .floats import FP8, add_floats, drop_activation_scales, scales_source
-from .grids import check_order
+from .checkpoint import Along, Builder, Parts, Source
+from .floats import FP8, add_floats, alike, blocks_source, drop_activation_scales
+from .grids import check_order, words_along
 from .layouts import four_bit_floats, integers, neighbours, powers_of_two, spread, unpack_words
 from .settings import Settings, matches, refuse_spared
 
@@ -179,17 +180,17 @@ def _add_bytes(builder: Builder, module: str, scheme: Scheme) -> None:
         builder.stored(zero, "I8")
     for part in names.keys() - {"codes"}:
         _check_scale(builder, names[part], shape, scheme)
-    make = functools.partial(_bytes, scheme=scheme)
-    height = scheme.blocks(*shape)[0]
-    sources = {part: scales_source(name, height, shape[0]) for part, name in names.items()}
-    sources["codes"] = Source(names["codes"])
+    make = functools.partial(_bytes, scheme=scheme, whole=shape[1])
+    block = scheme.blocks(*shape)
+    sources = {part: blocks_source(name, block, shape) for part, name in names.items()}
+    sources["codes"] = alike(names["codes"], 2)
     builder.add(names["codes"], shape, sources, make)
 
 
-def _bytes(parts: Parts, scheme: Scheme) -> QuantArray:
+def _bytes(parts: Parts, _: int, scheme: Scheme, whole: int) -> QuantArray:
     codes = parts["codes"].view(np.uint8) ^ np.uint8(128)
     zero = parts["zero"].astype(np.int32) + 128 if "zero" in parts else 128
-    return _grid(codes, parts["scale"], zero, 8, scheme)
+    return _grid(codes, parts["scale"], zero, 8, scheme, whole)
 
 
 def _add_packed(builder: Builder, module: str, scheme: Scheme) -> None:
@@ -204,8 +205,11 @@ def _add_packed(builder: Builder, module: str, scheme: Scheme) -> None:
     scale = f"{module}.weight_scale"
     builder.stored(scale, *_SCALES)
     _check_scale(builder, scale, (rows, columns), scheme)
-    height, width = scheme.blocks(rows, columns)
-    sources = {"codes": Source(packed), "scale": scales_source(scale, height, rows)}
+    height, width = block = scheme.blocks(rows, columns)
+    sources = {
+        "codes": Source(packed, (Along(0), words_along(1, scheme.bits))),
+        "scale": blocks_source(scale, block, (rows, columns)),
+    }
     if not scheme.symmetric:
         zero = f"{module}.weight_zero_point"
         builder.stored(zero, "I32")
@@ -215,29 +219,30 @@ def _add_packed(builder: Builder, module: str, scheme: Scheme) -> None:
                 "supported; give a model with scales for groups or channels"
             )
         builder.check_shape(zero, (-(-rows * scheme.bits // 32), -(-columns // width)))
-        sources["zero"] = Source(zero, 0, 32, scheme.bits)
+        groups = Along(1, width) if width < columns else None
+        sources["zero"] = Source(zero, (words_along(0, scheme.bits), groups))
     check_order(builder, f"{module}.weight_g_idx", columns, width)
-    make = functools.partial(_packed, scheme=scheme, columns=columns)
+    make = functools.partial(_packed, scheme=scheme, whole=columns)
     builder.add(f"{module}.weight", (rows, columns), sources, make)
 
 
-def _packed(parts: Parts, scheme: Scheme, columns: int) -> QuantArray:
+def _packed(parts: Parts, columns: int, scheme: Scheme, whole: int) -> QuantArray:
     codes = unpack_words(parts["codes"], scheme.bits, columns)
     zero: Any = 2 ** (scheme.bits - 1)
     if "zero" in parts:
         words = np.ascontiguousarray(parts["zero"].T)
         zero = np.ascontiguousarray(unpack_words(words, scheme.bits, len(codes)).T)
-    return _grid(codes, parts["scale"], zero, scheme.bits, scheme)
+    return _grid(codes, parts["scale"], zero, scheme.bits, scheme, whole)
 
 
-def _grid(codes: Any, scale: Any, zero: Any, bits: int, scheme: Scheme) -> QuantArray:
+def _grid(codes: Any, scale: Any, zero: Any, bits: int, scheme: Scheme, whole: int) -> QuantArray:
     """Scales, and zero points where there are several, are one to each block."""
     rows, columns = codes.shape
-    block = scheme.blocks(rows, columns)
+    block = scheme.blocks(rows, whole)
     blocks = (-(-rows // block[0]), -(-columns // block[1]))
-    scale, group = spread(scale.reshape(blocks), rows, columns, block)
+    scale, group = spread(scale.reshape(blocks), rows, columns, block, whole)
     if not isinstance(zero, int):
-        zero, _ = spread(zero.reshape(blocks), rows, columns, block)
+        zero, _ = spread(zero.reshape(blocks), rows, columns, block, whole)
     return integers(codes, scale, zero, bits, group, scheme.symmetric)
 
 
@@ -253,24 +258,29 @@ def _add_four_bit_floats(builder: Builder, module: str, scheme: Scheme) -> None:
         )
     builder.stored(scale, "F8_E4M3" if scheme.format == _NVFP4 else "U8")
     builder.check_shape(scale, (rows, columns // group))
-    sources = {"codes": Source(packed), "scale": Source(scale)}
+    sources = {
+        "codes": Source(packed, (Along(0), Along(1, 2))),
+        "scale": Source(scale, (Along(0), Along(1, group))),
+    }
     if scheme.format == _NVFP4:
         divisor = f"{module}.weight_global_scale"
         builder.stored(divisor, "F32")
         builder.check_shape(divisor, (1,), ())
-        sources["divisor"] = Source(divisor, None)
-    make = functools.partial(_four_bit_floats, group=group)
+        sources["divisor"] = Source(divisor, (None, None))
+    make = functools.partial(_four_bit_floats, group=group, whole=columns)
     builder.add(f"{module}.weight", (rows, columns), sources, make)
 
 
-def _four_bit_floats(parts: Parts, group: int) -> QuantArray:
+def _four_bit_floats(parts: Parts, columns: int, group: int, whole: int) -> QuantArray:
     scale, factor = parts["scale"], None
     if "divisor" in parts:
         # The library divides each scale: this differs from it by a rounding of float32 at most.
         factor = np.full((len(scale), 1), np.float32(1) / parts["divisor"].reshape(()), np.float32)
     else:
         scale = powers_of_two(scale)
-    return four_bit_floats(neighbours(parts["codes"]), scale, factor, group)
+    array = four_bit_floats(neighbours(parts["codes"]), scale, factor, group)
+    # A factor is for whole rows.
+    return array if columns == whole else without_factors(array)
 
 
 def _matrix(builder: Builder, name: str, dtype: str) -> tuple[int, int]:

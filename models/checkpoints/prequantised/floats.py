@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import StokerError
 from ...quantized import QuantArray
-from .checkpoint import Builder, Parts, Source
+from .checkpoint import Along, Builder, Parts, Source
 from .layouts import mxfp4, powers_of_two, spread
 from .settings import Settings, refuse_spared
 
@@ -97,24 +97,35 @@ def add_floats(builder: Builder, name: str, scale: str, block: Any) -> None:
         size = (1, columns)
     else:
         size = (rows, columns)
-    make = functools.partial(_floats, block=size)
-    # Parts are experts where there are several.
-    at = Source(scale) if leading else scales_source(scale, size[0], rows)
-    builder.add(name, shape, {"codes": Source(name), "scale": at}, make)
+    make = functools.partial(_floats, block=size, whole=columns)
+    experts = tuple(map(Along, range(len(leading))))
+    # One scale to each row may have an axis for its only column, or not.
+    own = (
+        Along(len(leading), size[0]) if size[0] < rows else None,
+        Along(len(leading) + 1, size[1]) if size[1] < columns else None,
+    )
+    sources = {"codes": alike(name, len(shape)), "scale": Source(scale, (*experts, *own))}
+    builder.add(name, shape, sources, make)
 
 
-def scales_source(name: str, height: int, rows: int) -> Source:
-    """Where the scales of a matrix's rows are, which `height` of them share."""
-    return Source(name, 0, height) if height < rows else Source(name, None)
+def alike(name: str, ndim: int) -> Source:
+    """A stored tensor that has an entry for each element of a matrix of `ndim` axes."""
+    return Source(name, tuple(map(Along, range(ndim))))
 
 
-def _floats(parts: Parts, block: tuple[int, int]) -> QuantArray:
+def blocks_source(name: str, block: tuple[int, int], shape: tuple[int, int]) -> Source:
+    """The scales of a matrix, one to each block."""
+    sizes = enumerate(zip(block, shape, strict=True))
+    return Source(name, tuple(Along(axis, of) if of < all_ else None for axis, (of, all_) in sizes))
+
+
+def _floats(parts: Parts, columns: int, block: tuple[int, int], whole: int) -> QuantArray:
     codes, scale = parts["codes"], parts["scale"]
-    *leading, rows, columns = codes.shape
+    *leading, rows, _ = codes.shape
     if scale.dtype == np.uint8:
         scale = powers_of_two(scale)
     scale = scale.reshape(*leading, -(-rows // block[0]), -1)
-    scale, group = spread(scale, rows, columns, block)
+    scale, group = spread(scale, rows, columns, block, whole)
     return QuantArray(codes, scale, bits=8, group=group)
 
 
@@ -136,10 +147,11 @@ def read_mxfp4(settings: Settings, builder: Builder) -> None:
             )
         builder.stored(scales, "U8")
         builder.check_shape(scales, (*rows, groups))
-        sources = {"blocks": Source(blocks), "scales": Source(scales)}
+        axes = (*map(Along, range(len(rows))), Along(len(rows), 32))
+        sources = {"blocks": Source(blocks, axes), "scales": Source(scales, axes)}
         builder.add(name, (*rows, groups * 32), sources, _mxfp4)
     settings.check_known("mxfp4", ("dequantize",))
 
 
-def _mxfp4(parts: Parts) -> QuantArray:
+def _mxfp4(parts: Parts, _: int) -> QuantArray:
     return mxfp4(parts["blocks"], parts["scales"])

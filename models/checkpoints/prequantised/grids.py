@@ -7,12 +7,13 @@ Layouts: AutoAWQ's `WQLinear_GEMM` (https://github.com/casper-hansen/AutoAWQ) an
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
 from ...errors import StokerError
 from ...quantized import QuantArray
-from .checkpoint import Builder, Parts, Source
+from .checkpoint import Along, Builder, Parts, Source
 from .layouts import integers, unpack_words
 from .settings import Settings, refuse_spared
 
@@ -64,14 +65,18 @@ def read_awq(settings: Settings, builder: Builder) -> None:
         builder.check_shape(names["qzeros"], (inputs // group, words))
         builder.stored(names["scales"], *_SCALES)
         builder.check_shape(names["scales"], (inputs // group, outputs))
-        make = functools.partial(_awq, group=group)
-        sources = {part: Source(name, 1, 8) for part, name in names.items()}
-        sources["scales"] = Source(names["scales"], 1)
-        builder.add(f"{module}.weight", (outputs, inputs), sources, make)
+        groups = Along(0, group) if group < inputs else None
+        sources = {
+            # In pairs: codes of half a byte come by two.
+            "qweight": Source(names["qweight"], (Along(1, 8), Along(0, 2, 2))),
+            "qzeros": Source(names["qzeros"], (Along(1, 8), groups)),
+            "scales": Source(names["scales"], (Along(1), groups)),
+        }
+        builder.add(f"{module}.weight", (outputs, inputs), sources, _awq)
     settings.check_known("awq", (*_HARMLESS, "sym"))
 
 
-def _awq(parts: Parts, group: int) -> QuantArray:
+def _awq(parts: Parts, columns: int) -> QuantArray:
     def outputs(words: np.ndarray) -> np.ndarray:
         """uint8 `[outputs, n]` of words `[n, outputs/8]`."""
         words = np.ascontiguousarray(words.T).view(np.uint32)
@@ -81,6 +86,7 @@ def _awq(parts: Parts, group: int) -> QuantArray:
         return codes.reshape(-1, words.shape[1])
 
     scale = np.ascontiguousarray(parts["scales"].T)
+    group = columns // scale.shape[-1]
     return integers(outputs(parts["qweight"]), scale, outputs(parts["qzeros"]), 4, group)
 
 
@@ -109,21 +115,28 @@ def read_gptq(settings: Settings, builder: Builder) -> None:
         builder.stored(names["scales"], *_SCALES)
         builder.check_shape(names["scales"], (inputs // group, outputs))
         check_order(builder, f"{module}.g_idx", inputs, group)
-        make = functools.partial(
-            _gptq, bits=bits, group=group, less=int(layout == "gptq"), symmetric=symmetric
-        )
-        sources = {part: Source(name, 1) for part, name in names.items()}
-        sources["qzeros"] = Source(names["qzeros"], 1, _WORD, bits)
+        make = functools.partial(_gptq, bits=bits, less=int(layout == "gptq"), symmetric=symmetric)
+        groups = Along(0, group) if group < inputs else None
+        sources = {
+            "qweight": Source(names["qweight"], (Along(1), words_along(0, bits))),
+            "qzeros": Source(names["qzeros"], (words_along(1, bits), groups)),
+            "scales": Source(names["scales"], (Along(1), groups)),
+        }
         builder.add(f"{module}.weight", (outputs, inputs), sources, make)
     settings.check_known("gptq", _HARMLESS)
 
 
-def _gptq(parts: Parts, bits: int, group: int, less: int, symmetric: bool) -> QuantArray:
-    words = np.ascontiguousarray(parts["qweight"].T)
-    codes = unpack_words(words, bits, words.shape[-1] * _WORD // bits)
+def words_along(axis: int, bits: int) -> Along:
+    """An axis whose values, so many bits wide, are packed into words."""
+    shared = math.gcd(_WORD, bits)
+    return Along(axis, _WORD // shared, bits // shared)
+
+
+def _gptq(parts: Parts, columns: int, bits: int, less: int, symmetric: bool) -> QuantArray:
+    codes = unpack_words(np.ascontiguousarray(parts["qweight"].T), bits, columns)
     scale = np.ascontiguousarray(parts["scales"].T)
     zeros = unpack_words(parts["qzeros"], bits, len(scale)).T.astype(np.int32) + less
-    return integers(codes, scale, zeros, bits, group, symmetric)
+    return integers(codes, scale, zeros, bits, columns // scale.shape[-1], symmetric)
 
 
 def check_order(builder: Builder, name: str, columns: int, group: int) -> None:

@@ -58,17 +58,18 @@ def neighbours(packed: np.ndarray) -> np.ndarray:
     return codes
 
 
-def spread(scale: np.ndarray, rows: int, columns: int, block: tuple[int, int]) -> Any:
+def spread(scale: np.ndarray, rows: int, columns: int, block: tuple[int, int], whole: int) -> Any:
     """Scales of blocks `[..., R/b0, C/b1]`, rounded up, as scales of groups, `[..., R, C/group]`.
 
     Returns the scales and `group`, the largest that fits both a block and a row: the whole block
-    where that divides the row.
+    where that divides the row. Of rows of `whole` columns, these may be parts, between blocks or of
+    the only one.
     """
     height, width = block
-    group = math.gcd(width, columns)
+    group = columns if width >= whole else math.gcd(width, whole)
     if height > 1:
         scale = np.repeat(scale, height, axis=-2)[..., :rows, :]
-    if width != group:
+    if group < width < whole:
         scale = np.repeat(scale, width // group, axis=-1)[..., : columns // group]
     return np.ascontiguousarray(scale), group
 

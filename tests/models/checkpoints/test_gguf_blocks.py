@@ -14,6 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from stoker.models.checkpoints.gguf_blocks import (
     SUPPORTED_TYPES,
+    blocks_of,
     check_types,
     convert,
 )
@@ -57,8 +58,9 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return raw.reshape(*shape[:-1], -1)
 
 
-def info_of(name: str, shape: tuple[int, ...], raw: np.ndarray) -> TensorInfo:
-    return TensorInfo("x", shape, GGMLQuantizationType[name], 0, raw.nbytes)
+def converted(raw: np.ndarray, name: str, shape: tuple[int, ...]):
+    info = TensorInfo("x", shape, GGMLQuantizationType[name], 0, raw.nbytes)
+    return convert(blocks_of(raw, info), info.type)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -67,7 +69,7 @@ def test_values_equal_the_reference(name, lead, blocks):
     block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     shape = (*lead, blocks * block)
     raw = random_blocks(name, shape, seed=blocks)
-    array = convert(raw.reshape(-1), info_of(name, shape, raw))
+    array = converted(raw.reshape(-1), name, shape)
     assert isinstance(array, QuantArray) and array.shape == shape
     want = gguf.quants.dequantize(raw, GGMLQuantizationType[name])
     got = np.asarray(dequantize(jax.tree.map(jnp.asarray, array)))
@@ -79,13 +81,15 @@ def test_chunks_do_not_show(name, monkeypatch):
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     shape = (11, 2 * block)
     raw = random_blocks(name, shape, seed=5)
-    whole = convert(raw.reshape(-1), info_of(name, shape, raw))
+    whole = converted(raw.reshape(-1), name, shape)
     # Two rows at a time, and one left over.
     monkeypatch.setattr("stoker.models.checkpoints.gguf_blocks.CHUNK_BYTES", 4 * block_bytes)
-    chunked = convert(raw.reshape(-1), info_of(name, shape, raw))
+    chunked = converted(raw.reshape(-1), name, shape)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
         np.testing.assert_array_equal(one, other)
         assert one.ctypes.data % 64 == 0
+    part = convert(raw.reshape(11, 2, block_bytes)[3:8, 1:], GGMLQuantizationType[name])
+    np.testing.assert_array_equal(dequantize(part), dequantize(whole)[3:8, block:])
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
@@ -93,7 +97,7 @@ def test_memory_stays_near_the_files_size(name):
     shape = (8192, 2048)
     raw = random_blocks(name, shape, seed=1)
     tracemalloc.start()
-    array = convert(raw.reshape(-1), info_of(name, shape, raw))
+    array = converted(raw.reshape(-1), name, shape)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     # 8-bit codes of a 6-bit format are a third larger than the file; the rest is what is in flight.
@@ -108,7 +112,7 @@ def test_dense_types_keep_their_own_precision(name, shape):
     # Two elements that take bulk and small paths alike must come through unrounded.
     values = np.random.default_rng(2).normal(size=shape).astype(DENSE[name])
     raw = values.reshape(-1).view(np.uint8)
-    array = convert(raw, info_of(name, shape, raw))
+    array = converted(raw, name, shape)
     assert array.dtype == DENSE[name] and array.shape == shape
     np.testing.assert_array_equal(array.view(np.uint8), values.view(np.uint8))
     assert not np.shares_memory(array, raw)

@@ -33,6 +33,11 @@ def test_every_matrix_has_the_values_of_its_format(name: str, tmp_path) -> None:
             part = checkpoint.load(tensor, rows)
             np.testing.assert_array_equal(dequantize(part), expected[rows])
             assert jax.tree.structure(part) == jax.tree.structure(array)
+        unit = checkpoint.tensors[tensor].unit
+        for first in range(0, expected.shape[1], unit):
+            columns = slice(first, first + unit)
+            part = checkpoint.load(tensor, slice(3, 11), columns)
+            np.testing.assert_array_equal(dequantize(part), expected[3:11, columns])
 
 
 @pytest.mark.reference
