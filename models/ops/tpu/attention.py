@@ -15,7 +15,7 @@ from ..blocks import block_size, query_blocks
 from ..layout import Layout
 from ..quant_pages import Pages, QuantPages, tpu_values_by_token
 from .append import append
-from .common import EXACT, LANES, VMEM_BYTES
+from .common import EXACT, LANES, VMEM_BYTES, in_memory
 
 _MASKED = -1e30
 #: Rows of queries (of one KV head) that share a reading of the keys: about where products on the
@@ -170,7 +170,7 @@ def _call(
         blocks.live,
         layout.page_table.reshape(-1),
         *operands,
-        *pools,
+        *(in_memory(pool, interpret) for pool in pools),
     )
 
 
