@@ -34,7 +34,8 @@ class Kernels:
       platform: "xla", the reference, which runs anywhere; "cpu", the compiled kernels; or "tpu" or
         "gpu", the Pallas kernels for those. `ops.choices` tells what each operation comes to.
       activations: what quantised weights are multiplied with: "float32", the activations as they
-        are, or "int8", where the kernels quantise them on the fly (only on "cpu").
+        are, or "int8", where the kernels quantise them on the fly: on "tpu" and "gpu", of products
+        that integers make faster.
     """
 
     platform: str = "xla"
@@ -50,8 +51,10 @@ class Kernels:
                 f"activations '{self.activations}' are not known; supported: "
                 f"{', '.join(ACTIVATION_TYPES)}"
             )
-        if self.activations == "int8" and self.platform != "cpu":
-            raise StokerError("activations 'int8' need the CPU kernels; use float32 with 'xla'")
+        if self.activations == "int8" and self.platform == "xla":
+            raise StokerError(
+                "activations 'int8' need the kernels of a CPU, TPU or GPU; use float32 with 'xla'"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 #: Bits a stored code may take: whole bytes, or two codes to a byte.
@@ -56,7 +58,7 @@ class QuantArray(LogicalArray):
     Attributes:
       codes: int8, float8_e4m3fn or float8_e5m2 `[R, C]` where `bits == 8`; uint8 `[R, C/2]` where
         `bits == 4`. A group of n codes takes n/2 bytes there: byte j holds code j in its low and
-        code j + n/2 in its high half.
+        code j + n/2 in its high half. Rows may end with bytes that stand for nothing (see `ready`).
       scale: `[R, C/group]`, any float type (float8_e8m0fnu: powers of two); integer or
         float8_e4m3fn where `super_scale` is given.
       minimum: like `scale`, or None for a symmetric format.
@@ -82,8 +84,12 @@ class QuantArray(LogicalArray):
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape `[..., R, C]`."""
-        columns = self.codes.shape[-1] * 8 // self.bits
-        return (*self.codes.shape[:-1], columns)
+        return (*self.codes.shape[:-1], self.scale.shape[-1] * self.group)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of codes in a row, without those that stand for nothing."""
+        return self.shape[-1] * self.bits // 8
 
     def __getitem__(self, rows: jax.Array) -> QuantArray:
         """The given rows of a matrix, still quantised; `rows` is an integer array."""
@@ -112,7 +118,7 @@ def _float32(values: jax.Array) -> jax.Array:
 def dequantize(array: QuantArray, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:
     """The dense array `[..., R, C]`; computed in float32, then cast to `dtype`."""
     grouped = (*array.scale.shape, -1)
-    codes = array.codes.reshape(grouped)
+    codes = array.codes[..., : array.row_bytes].reshape(grouped)
     if array.bits == 4:
         codes = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
     if array.levels:
@@ -127,15 +133,27 @@ def dequantize(array: QuantArray, dtype: jnp.dtype | type = jnp.float32) -> jax.
 
 
 def ready(weight: QuantArray) -> QuantArray:
-    """`weight` with the bits of float16 scales as int16, which TPU kernels can load.
+    """`weight`, of arrays of NumPy or of JAX, as TPU kernels load it: the same numbers.
 
-    Works on arrays of NumPy and of JAX; the numbers that it stands for are the same.
+    Scales of float16 become int16 of the same bits. Rows of codes are filled up with zeros to whole
+    registers: XLA would lay others out by columns, and copy the codes for each product.
     """
 
     def bits(leaf: Any) -> Any:
         return leaf.view(jnp.int16) if leaf.dtype == jnp.float16 else leaf
 
-    return jax.tree.map(bits, weight)
+    weight = jax.tree.map(bits, weight)
+    missing = ready_bytes(weight.codes.shape[-1]) - weight.codes.shape[-1]
+    if not missing:
+        return weight
+    library: Any = np if isinstance(weight.codes, np.ndarray) else jnp
+    edges = [(0, 0)] * (weight.codes.ndim - 1) + [(0, missing)]
+    return dataclasses.replace(weight, codes=library.pad(weight.codes, edges))
+
+
+def ready_bytes(row_bytes: int) -> int:
+    """Bytes of a row of codes once `ready`: whole registers of 128."""
+    return -(-row_bytes // 128) * 128
 
 
 def densify(weight: Weight, dtype: jnp.dtype | type = jnp.float32) -> jax.Array:

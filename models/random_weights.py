@@ -19,7 +19,7 @@ from .errors import StokerError
 from .ops import cpu
 from .parameters import Params, abstract_params, init_params, named_parameters, unflatten
 from .parts import Latent, Router
-from .quantized import E2M1, QuantArray, ready
+from .quantized import E2M1, QuantArray, ready, ready_bytes
 from .rotary import yarn_factors
 
 #: Formats of the matrices: dense types, codes in groups of 32 with a float16 scale (int4 with a
@@ -130,7 +130,10 @@ def matrix_shape(shape: tuple[int, ...], weights: str, kernels: Kernels) -> Any:
             "give bfloat16 weights, or another mesh"
         )
     bits = 8 if weights == "int8" else 4
-    codes = struct((*lead, C * bits // 8), jnp.int8 if bits == 8 else jnp.uint8)
+    row_bytes = C * bits // 8
+    if kernels.platform == "tpu":
+        row_bytes = ready_bytes(row_bytes)
+    codes = struct((*lead, row_bytes), jnp.int8 if bits == 8 else jnp.uint8)
     if weights == "mxfp4":
         scale = struct((*lead, C // _GROUP), jnp.float8_e8m0fnu)
         return QuantArray(codes, scale, bits=4, group=_GROUP, levels=E2M1)

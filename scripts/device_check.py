@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from absl import app, flags
 from device_numerics import check_operations
-from device_speed import Case, copy_bandwidth, measure, prepare, product_peak
+from device_speed import Case, copy_bandwidth, measure, prefill_products, prepare, product_peak
 from rich.console import Console
 from rich.table import Table
 
@@ -55,6 +55,12 @@ def main(_: list[str]) -> None:
     console.print(
         f"copy {bandwidth / 1e9:,.0f} GB/s, products {peak / 1e12:,.1f} TOP/s in bfloat16"
     )
+    if kernels.platform in PALLAS:
+        report["prefill_products"] = prefill_products(kernels, FLAGS.size)
+        for name, speed in report["prefill_products"].items():
+            console.print(
+                f"512 rows by weights and activations of {name}: {speed / 1e12:,.1f} TOP/s"
+            )
     _write(report)
 
     cases = [

@@ -17,10 +17,11 @@ from stoker.engine.cache import new_cache
 from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.sampling_rows import pack_sampling
 from stoker.models import ops
-from stoker.models.config import Kernels, ModelConfig, Rope
+from stoker.models.config import PALLAS, Kernels, ModelConfig, Rope
 from stoker.models.ops import xla
 from stoker.models.pages import page_tokens, values_by_token
-from stoker.models.quantized import densify
+from stoker.models.quantise import Quantisation, quantise
+from stoker.models.quantized import densify, ready
 from stoker.models.random_weights import random_weights
 
 #: Errors relative to the largest result: bfloat16 operands and results are rounded to 2**-9, and
@@ -77,6 +78,9 @@ def _checks(rng: np.random.Generator, kernels: Kernels) -> Iterator[tuple[str, f
         x = _normal(rng, int(sizes.sum()), 1024)
         check = lambda x=x, w=layer["expert_up"], s=sizes: _grouped(x, w, s, kernels)  # noqa: E731
         yield f"grouped product, {weights}", _BFLOAT16, check
+    for how in ("int4:group=128", "int4:group=128,minimum=false", "int8:group=128"):
+        check = lambda how=how: _integers(rng, how, kernels)  # noqa: E731
+        yield f"product, {how}, int8 activations", _INT8, check
     for heads, width in ((8, 64), (8, 128), (4, 256)):
         for pages, allowed in (
             ("bfloat16", _BFLOAT16),
@@ -131,6 +135,19 @@ def _wide(array: Any) -> np.ndarray:
 def _product(x: jax.Array, weight: Any, kernels: Kernels) -> tuple[Any, Any]:
     found = jax.jit(lambda x, w: ops.matmul(x, w, kernels))(x, weight)
     return found.astype(jnp.float32), _wide(x) @ _wide(weight).T
+
+
+def _integers(rng: np.random.Generator, how: str, kernels: Kernels) -> tuple[Any, Any]:
+    """A product whose activations are rounded to int8, where there are kernels for it."""
+    weight: Any = quantise(
+        rng.normal(size=(1024, 2048)).astype(np.float32), Quantisation.parse(how)
+    )
+    if kernels.platform == "tpu":
+        weight = ready(weight)
+    asked = (
+        dataclasses.replace(kernels, activations="int8") if kernels.platform in PALLAS else kernels
+    )
+    return _product(_normal(rng, 300, 2048), jax.tree.map(jnp.asarray, weight), asked)
 
 
 def _grouped(x: jax.Array, weight: Any, sizes: np.ndarray, kernels: Kernels) -> tuple[Any, Any]:

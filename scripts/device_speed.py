@@ -17,11 +17,14 @@ import numpy as np
 from stoker.engine import steps
 from stoker.engine.accounting import step_cost
 from stoker.engine.cache import new_cache, page_bytes
-from stoker.engine.compiling.contract import Setup, StepShape, device_bytes
+from stoker.engine.compiling.contract import Setup, StepShape
 from stoker.engine.pages import pages_for
+from stoker.engine.programs import device_bytes
 from stoker.engine.sampling_params import SamplingParams
-from stoker.models.config import Kernels
+from stoker.models import ops
+from stoker.models.config import ACTIVATION_TYPES, Kernels
 from stoker.models.pages import page_tokens
+from stoker.models.quantized import QuantArray
 from stoker.models.random_weights import architecture
 
 #: Decode steps that the device takes at once, and calls that are timed after one to warm up.
@@ -83,6 +86,27 @@ def product_peak(size: int) -> float:
     matrix = jnp.ones((size, size), jnp.bfloat16)
     product = jax.jit(lambda x: x @ x)
     return 2 * size**3 / _seconds(lambda: product(matrix))
+
+
+def prefill_products(kernels: Kernels, size: int, rows: int = 512) -> dict[str, float]:
+    """Operations per second of rows by square quantised matrices in groups of 128.
+
+    By bits of a code and type of activations: what rounding these to int8 gains, if anything.
+    """
+    x, found = jnp.ones((rows, size), jnp.bfloat16), {}
+    for bits in (4, 8):
+        codes = jnp.ones((size, size * bits // 8), jnp.uint8 if bits == 4 else jnp.int8)
+        scale = jnp.ones((size, size // 128), jnp.float32)
+        weight = QuantArray(codes, scale, bits=bits, group=128)
+        for activations in ACTIVATION_TYPES:
+            product = jax.jit(
+                functools.partial(
+                    ops.matmul, kernels=dataclasses.replace(kernels, activations=activations)
+                )
+            )
+            seconds = _seconds(functools.partial(product, x, weight))
+            found[f"int{bits}, {activations}"] = 2 * rows * size**2 / seconds
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

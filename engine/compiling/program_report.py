@@ -23,6 +23,7 @@ from .targets import Target
 _TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 _FLOATS = ("f32", "bf16", "f16")
 _KV_KERNELS = ("stoker_attention", "stoker_latent_attention", "stoker_append")
+_EXPERT_KERNELS = ("stoker_grouped_matmul", "stoker_integer_grouped_matmul")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +197,7 @@ class _CustomCalls:
         name = kernel_name(one) or ""
         if name in _KV_KERNELS:
             return Moved(self._but_pages(operands), self._but_pages(one.results))
-        if name == "stoker_grouped_matmul":
+        if name in _EXPERT_KERNELS:
             read = sum(self._touched(array) for array in operands if not array.local)
             return Moved(read, sum(array.nbytes for array in one.results if not array.local))
         return None
@@ -248,8 +249,8 @@ def _dense_weights(hlo: Program, params: Any) -> int:
     for weight in jax.tree.leaves(params, is_leaf=is_weight):
         if isinstance(weight, QuantArray):
             stored |= {own_part(leaf).shape for leaf in jax.tree.leaves(weight)}
-            *lead, width = own_part(weight.codes).shape
-            columns = width * 8 // weight.bits
+            *lead, groups = own_part(weight.scale).shape
+            columns = groups * weight.group
             sizes |= {_sizes((*lead, columns))}
             sizes |= {_sizes((*lead, columns // weight.group, weight.group))}
     return sum(

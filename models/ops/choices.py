@@ -13,6 +13,7 @@ import jax
 
 from ..config import Kernels, ModelConfig
 from ..quantized import QuantArray
+from .rounded import LEAST_ROWS, why_widened
 
 #: Widest head that the GPU kernel takes: its keys and values must fit the shared memory.
 GPU_HEAD = 256
@@ -28,10 +29,17 @@ class Choice:
     Attributes:
       implementation: a folder of `models/ops`: "xla", "cpu", "tpu" or "gpu".
       why: the reason, where it is not the kernels that were asked for; or what they are.
+      integer_rows: of a product, the rows (of a group, on average) from which activations are
+        rounded to int8 and multiplied as integers; 0: never.
     """
 
     implementation: str
     why: str
+    integer_rows: int = 0
+
+    def integers(self, rows: int) -> bool:
+        """Whether a product of so many rows is one of integers."""
+        return 0 < self.integer_rows <= rows
 
 
 def implementation(name: str) -> ModuleType:
@@ -48,7 +56,7 @@ def product_choice(kernels: Kernels, weight: Any) -> Choice:
     reason = implementation(kernels.platform).why_unsupported(weight)
     if reason:
         return Choice("xla", f"{reason}; the dense weights are written to memory first")
-    return Choice(kernels.platform, "codes are widened inside the kernel")
+    return _kernel_choice(kernels, weight, "codes are widened inside the kernel")
 
 
 def grouped_choice(kernels: Kernels, weight: Any) -> Choice:
@@ -60,7 +68,18 @@ def grouped_choice(kernels: Kernels, weight: Any) -> Choice:
         reason = module.why_unsupported(weight)
         if reason:
             return Choice("xla", f"{reason}; all dense matrices are written to memory first")
-    return Choice(kernels.platform, "matrices of groups without rows are not read")
+    return _kernel_choice(kernels, weight, "matrices of groups without rows are not read")
+
+
+def _kernel_choice(kernels: Kernels, weight: Any, why: str) -> Choice:
+    """A TPU's or GPU's own product: of integers, where these were asked for and are faster."""
+    if kernels.activations != "int8" or not isinstance(weight, QuantArray):
+        return Choice(kernels.platform, why)
+    reason = why_widened(weight)
+    if reason:
+        return Choice(kernels.platform, f"{why}; floats are faster than integers for {reason}")
+    integers = f"from {LEAST_ROWS} rows on, activations are rounded to int8"
+    return Choice(kernels.platform, f"{why}; {integers}", LEAST_ROWS)
 
 
 def attention_choice(kernels: Kernels, head_dim: int, pool: jax.Array | None = None) -> Choice:

@@ -155,10 +155,12 @@ def _product(
 ) -> jax.Array:
     """`x [T, C]` times the transpose of `weight [R, C]`, not by the CPU kernels: `[T, R]`."""
     plain = _plain(weight)
-    chosen = product_choice(kernels, plain).implementation
-    if chosen == "xla":
+    chosen = product_choice(kernels, plain)
+    if chosen.implementation == "xla":
         return xla.matmul(x, plain)
-    return implementation(chosen).matmul(x, plain, dtype=dtype)
+    module = implementation(chosen.implementation)
+    product = module.integer_matmul if chosen.integers(x.shape[0]) else module.matmul
+    return product(x, plain, dtype=dtype)
 
 
 def _grouped_product(
@@ -166,12 +168,15 @@ def _grouped_product(
 ) -> jax.Array:
     """`grouped_products` of one weight, not by the CPU kernels."""
     plain = _plain(weight)
-    chosen = grouped_choice(kernels, plain).implementation
-    if chosen == "xla":
+    chosen = grouped_choice(kernels, plain)
+    if chosen.implementation == "xla":
         return xla.grouped_matmul(x, plain, sizes, bias)
+    module = implementation(chosen.implementation)
+    integers = chosen.integers(x.shape[0] // len(sizes))
+    product = module.integer_grouped_matmul if integers else module.grouped_matmul
     if bias is None:
-        return implementation(chosen).grouped_matmul(x, plain, sizes, dtype=x.dtype)
-    out = implementation(chosen).grouped_matmul(x, plain, sizes)
+        return product(x, plain, sizes, dtype=x.dtype)
+    out = product(x, plain, sizes)
     return out + xla.rows_of_groups(bias, sizes, x.shape[0])
 
 

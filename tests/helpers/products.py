@@ -45,12 +45,53 @@ def check(ops: ModuleType, x: jax.Array, weight: QuantArray, tolerance: float) -
     _close(result, np.asarray(x, np.float64) @ wide.T, tolerance)
 
 
-def check_grouped(ops: ModuleType, x: jax.Array, weight: Any, sizes: list[int]) -> None:
-    """Raises AssertionError unless each group's rows met its matrix."""
-    grouped = functools.partial(ops.grouped_matmul, interpret=True)
+def check_integers(ops: ModuleType, x: jax.Array, weight: QuantArray) -> None:
+    """Raises AssertionError unless `ops.integer_matmul` is x, rounded, times the weight.
+
+    Nearly that, and within half a step of each element of what x itself would give.
+    """
+    matmul = functools.partial(ops.integer_matmul, interpret=True)
+    result = np.asarray(interpreted.run(matmul, x, weight), np.float64)
+    wide = np.asarray(dequantize(weight), np.float64)
+    seen, step = as_integers(np.asarray(x), weight)
+    _close(result, seen @ wide.T, 4e-6)
+    slack = 0.5 * step @ np.abs(wide).T + 1e-5
+    assert np.all(np.abs(result - np.asarray(x, np.float64) @ wide.T) <= slack)
+
+
+def as_integers(x: np.ndarray, weight: QuantArray) -> tuple[np.ndarray, np.ndarray]:
+    """What `x [T, C]` is once rounded for `weight`, and the steps it is rounded to, float64.
+
+    The columns of a byte belong to one block of 128, which where groups are longer and codes have 4
+    bits are not next to each other.
+    """
+    C, block = x.shape[1], np.gcd(weight.group, 128)
+    column = np.arange(C)
+    number = column // block
+    if weight.bits == 4:
+        half = weight.group // 2
+        number = column // weight.group * (weight.group // block)
+        number += column % weight.group % half // (block // 2)
+    seen, step = np.zeros(x.shape), np.zeros(x.shape)
+    for one in range(C // block):
+        own = number == one
+        largest = np.abs(x[:, own]).max(axis=1, keepdims=True).astype(np.float32)
+        codes = np.rint(x[:, own] * (np.float32(127) / largest))
+        step[:, own] = largest.astype(np.float64) / 127
+        seen[:, own] = codes * step[:, own]
+    return seen, step
+
+
+def check_grouped(
+    ops: ModuleType, x: jax.Array, weight: Any, sizes: list[int], integers: bool = False
+) -> None:
+    """Raises AssertionError unless each group's rows, as they are or rounded, met its matrix."""
+    kernel = ops.integer_grouped_matmul if integers else ops.grouped_matmul
+    grouped = functools.partial(kernel, interpret=True)
     result = interpreted.run(grouped, x, weight, jnp.asarray(sizes, jnp.int32))
     wide = dequantize(weight, x.dtype) if isinstance(weight, QuantArray) else weight
     wide, rows = np.asarray(wide, np.float64), np.asarray(x, np.float64)
+    rows = as_integers(rows, weight)[0] if integers else rows
     group = np.repeat(np.arange(len(sizes)), sizes)
     _close(np.asarray(result, np.float64), np.einsum("tc,trc->tr", rows, wide[group]), FLOAT32)
 

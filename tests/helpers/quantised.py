@@ -23,11 +23,23 @@ FORMATS: dict[str, tuple[int, int, int, int, bool, int]] = {
     "group_12": (60, 4, 12, 7, False, 0),
     "long_row": (2400, 4, 32, 8, True, 0),
 }
+#: Groups of many columns, which integers serve on TPUs and GPUs; and of few, which a GPU could.
+WIDE: dict[str, tuple[int, int, int, int, bool, int]] = {
+    "awq": (384, 4, 128, 0, True, 0),
+    "gptq": (256, 4, 128, 8, False, 0),
+    "int8_256": (512, 8, 256, 3, True, 0),
+    "int4_256": (512, 4, 256, 7, True, 0),
+    "int8_row": (384, 8, 384, 0, False, 0),
+}
+NARROW: dict[str, tuple[int, int, int, int, bool, int]] = {
+    "int4_64": (128, 4, 64, 0, True, 0),
+    "int8_32": (96, 8, 32, 5, False, 0),
+}
 
 
 def random_quant(name: str, rows: int, seed: int = 0) -> QuantArray:
     """A random matrix `[rows, C]` of the format, in numpy; float16 scales of about 1/100."""
-    columns, bits, group, zero_point, minimum, factors = FORMATS[name]
+    columns, bits, group, zero_point, minimum, factors = (FORMATS | WIDE | NARROW)[name]
     rng = np.random.default_rng(seed)
     shape = (rows, columns // group)
     if bits == 4:

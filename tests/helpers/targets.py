@@ -60,9 +60,13 @@ class Compiled:
 
 
 def compile_for(
-    target: str, function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()
+    target: str,
+    function: Callable[..., Any],
+    *args: Any,
+    donate: Sequence[int] = (),
+    options: dict[str, Any] | None = None,
 ) -> Compiled:
-    """`function` compiled for one device of the target and the shapes of `args`."""
+    """`function` compiled for one device of the target and the shapes of `args`, with `options`."""
     mesh = mesh_of(target)
     whole = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
@@ -70,6 +74,6 @@ def compile_for(
     )
     with jax.set_mesh(mesh):
         jitted = jax.jit(function, donate_argnums=tuple(donate), out_shardings=whole)
-        program = jitted.lower(*shapes).compile()
+        program = jitted.lower(*shapes).compile(compiler_options=options)
     memory: Any = program.memory_analysis()
     return Compiled(memory.alias_size_in_bytes, memory.temp_size_in_bytes, program.as_text() or "")

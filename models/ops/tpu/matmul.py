@@ -44,7 +44,7 @@ def matmul(
       StokerError: for a format that the kernel does not read.
     """
     T, C = x.shape
-    rows = _row_block(T, C, x.dtype)
+    rows = row_block(T, C, x.dtype)
     leading = jax.tree.map(lambda leaf: leaf[None], weight)
     return _product(x, leading, one_group(T, rows), rows, dtype, interpret)
 
@@ -76,18 +76,18 @@ def grouped_matmul(
       StokerError: for a format that the kernel does not read.
     """
     T = x.shape[0]
-    rows = _row_block(T, x.shape[1], x.dtype)
+    rows = row_block(T, x.shape[1], x.dtype)
     return _product(x, weight, group_visits(sizes, T, rows), rows, dtype, interpret)
 
 
-def _row_block(T: int, C: int, dtype: Any) -> int:
+def row_block(T: int, C: int, dtype: Any) -> int:
     """Rows of x that are multiplied at once: all, or as many as fit."""
     most = min(_ROWS, _ROWS_BYTES // (C * jnp.dtype(dtype).itemsize))
     most = max(most // LANES * LANES, LANES)
     return T if most >= T else most
 
 
-def _output_block(R: int, row_bytes: int) -> int:
+def output_block(R: int, row_bytes: int) -> int:
     """Outputs of a block: whole registers, about `_BLOCK_BYTES` of weights."""
     if R <= LANES:
         return R
@@ -110,7 +110,7 @@ def _product(
     else:
         format_, leaves = None, [weight]
     operands = halves(x, format_.span) if format_ is not None and format_.bits == 4 else [x]
-    block = _output_block(R, leaves[0].shape[-1] * leaves[0].dtype.itemsize)
+    block = output_block(R, leaves[0].shape[-1] * leaves[0].dtype.itemsize)
     scratch = []
     if format_ is not None:
         n = 2 if format_.kinds[1] else 1
@@ -195,7 +195,7 @@ def _kernel(
                     preferred_element_type=jnp.float32,
                 )
 
-        width = codes_ref.shape[-1]
+        width = codes_ref.shape[-1] if format_ is None else format_.columns
         whole = width // PIECE
         if whole == 1:
             piece(0, PIECE)
@@ -208,16 +208,23 @@ def _kernel(
         if width % PIECE:
             piece(whole * PIECE, width % PIECE)
 
-        tile = tile_ref[v]
-        row = tile * rows + jax.lax.broadcasted_iota(jnp.int32, sum_ref.shape, 0)
-        own = (row >= first) & (row < last)
-        result = sum_ref[...].astype(out_ref.dtype)
-        fresh = (v == 0) | (tile_ref[jnp.maximum(v - 1, 0)] != tile)
+        put_rows(out_ref, sum_ref, v, tile_ref, first, last, rows)
 
-        @pl.when(fresh)
-        def _() -> None:
-            out_ref[...] = jnp.where(own, result, jnp.zeros_like(result))
 
-        @pl.when(jnp.logical_not(fresh))
-        def _() -> None:
-            out_ref[...] = jnp.where(own, result, out_ref[...])
+def put_rows(
+    out_ref: Any, sum_ref: Any, v: Any, tile_ref: Any, first: Any, last: Any, rows: int
+) -> None:
+    """Writes the sums of rows first to last of visit v, and leaves what others of the tile did."""
+    tile = tile_ref[v]
+    row = tile * rows + jax.lax.broadcasted_iota(jnp.int32, sum_ref.shape, 0)
+    own = (row >= first) & (row < last)
+    result = sum_ref[...].astype(out_ref.dtype)
+    fresh = (v == 0) | (tile_ref[jnp.maximum(v - 1, 0)] != tile)
+
+    @pl.when(fresh)
+    def _() -> None:
+        out_ref[...] = jnp.where(own, result, jnp.zeros_like(result))
+
+    @pl.when(jnp.logical_not(fresh))
+    def _() -> None:
+        out_ref[...] = jnp.where(own, result, out_ref[...])

@@ -90,7 +90,7 @@ def format_of(weight: QuantArray) -> tuple[Format, list[jax.Array]]:
         bits=weight.bits,
         zero_point=weight.zero_point,
         span=weight.group * weight.bits // 8,
-        columns=weight.codes.shape[-1],
+        columns=weight.row_bytes,
         levels=tuple(getattr(weight, "levels", ())),
         kinds=kinds,
         turned=turned,
@@ -158,6 +158,14 @@ def _rows(part: tuple[Any, bool], kind: str) -> tuple[jax.Array, int]:
     return jnp.concatenate([values, missing], axis=0).T, groups
 
 
+def read_turned(refs: list[Any], format_: Format) -> list[jax.Array]:
+    """Scales, and minima, float32 `[groups, Rb]`, where neither has factors."""
+    kinds = (kind for kind in format_.kinds if kind)
+    wide = [_floats(ref[0], kind) for ref, kind in zip(refs, kinds, strict=True)]
+    turned = format_.turned
+    return [part if turn else part.T for part, turn in zip(wide, turned, strict=True)]
+
+
 def _whole(values: jax.Array) -> jax.Array:
     """`values [R, n]` followed by zeros, in whole registers."""
     missing = -values.shape[1] % LANES
@@ -174,7 +182,7 @@ def _spread(factors: jax.Array, share: int, width: int) -> jax.Array:
         first = start // share // LANES * LANES
         index = (start + _lanes((factors.shape[0], LANES))) // share - first
         source = factors[:, first : first + LANES]
-        parts.append(_pick(source, index)[:, :lanes])
+        parts.append(pick(source, index)[:, :lanes])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
@@ -182,7 +190,7 @@ def _lanes(shape: tuple[int, int]) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def _pick(source: jax.Array, index: jax.Array) -> jax.Array:
+def pick(source: jax.Array, index: jax.Array) -> jax.Array:
     """`source[r, index[r, l]]` of arrays `[R, 128]`: one exchange of lanes to each register."""
     return jnp.take_along_axis(source, index, axis=1, mode="promise_in_bounds")
 
@@ -199,7 +207,7 @@ def widen(
     halves: list[list[jax.Array]] = [[] for _ in range(8 // format_.bits)]
     rows = codes.shape[0]
     first = start // format_.span // LANES * LANES
-    sources = [part[:, _register(first)] for part in scratch]
+    sources = [part[:, register(first)] for part in scratch]
     for tile in range(0, width, LANES):
         lanes = min(LANES, width - tile)
         if format_.groups == 1:
@@ -207,7 +215,7 @@ def widen(
         else:
             index = (start + tile) // format_.span - first + _divided(min(format_.span, LANES))
             index = jnp.broadcast_to(index, (rows, LANES))
-            picked = [_pick(source, index)[:, :lanes] for source in sources]
+            picked = [pick(source, index)[:, :lanes] for source in sources]
         for half, values in zip(
             halves, _values(codes[:, tile : tile + lanes], format_), strict=True
         ):
@@ -223,7 +231,7 @@ def _divided(share: int) -> jax.Array:
     return _lanes((1, LANES)) >> (share.bit_length() - 1)
 
 
-def _register(first: Any) -> Any:
+def register(first: Any) -> Any:
     """A register's lanes from `first` on, a multiple of them."""
     return pl.ds(first if isinstance(first, int) else pl.multiple_of(first, LANES), LANES)
 
@@ -246,7 +254,7 @@ def _values(codes: jax.Array, format_: Format) -> list[jax.Array]:
     if lanes < LANES:
         missing = jnp.zeros((rows, LANES - lanes), jnp.int32)
         parts = [jnp.concatenate([part, missing], axis=1) for part in parts]
-    return [_pick(table, part)[:, :lanes] - format_.zero_point for part in parts]
+    return [pick(table, part)[:, :lanes] - format_.zero_point for part in parts]
 
 
 def _shifted(codes: jax.Array, zero_point: int) -> jax.Array:

@@ -6,18 +6,20 @@ Nothing runs here. `pytest -m compile` selects these; see `tests/helpers/targets
 from __future__ import annotations
 
 import math
+import pathlib
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from targets import TARGETS, TPUS, Compiled, compile_for, platform_of
 
 from stoker.models import ops
 from stoker.models.config import Kernels
 from stoker.models.ops.quant_pages import QuantPages, tpu_value_shape
-from stoker.models.quantized import E2M1, QuantArray
+from stoker.models.quantized import E2M1, QuantArray, ready
 
 pytestmark = pytest.mark.compile
 #: Sequences, pages of each, pages of the pool.
@@ -93,6 +95,9 @@ def quantised(target: str, E: int, kind: str, R: int = 4096, C: int = 4096) -> Q
         return QuantArray(byte, thirty_two, bits=8, group=32)
     if kind == "int4":
         return QuantArray(four, thirty_two, thirty_two, bits=4, group=32)
+    if kind == "awq":
+        groups = struct(*lead, R, C // 128, dtype=half)
+        return QuantArray(four, groups, groups, bits=4, group=128)
     if kind == "q4_k":
         scale = struct(*lead, R, C // 32, dtype=jnp.uint8)
         factor = struct(*lead, R, C // 256, dtype=half)
@@ -127,6 +132,39 @@ def test_weights_are_widened_inside_the_product(target: str, kind: str) -> None:
 
         program = compile_for(target, matmul, struct(rows, 4096), weight)
         check_product(program, weight, "stoker_matmul")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rows_of_prefill_meet_integers(target: str, tmp_path: pathlib.Path) -> None:
+    weight = quantised(target, 0, "awq")
+
+    def matmul(x: jax.Array, weight: QuantArray) -> jax.Array:
+        return ops.matmul(x, weight, Kernels(platform_of(target), "int8"))
+
+    gpu = platform_of(target) == "gpu"
+    options = {"xla_dump_to": str(tmp_path)} if gpu else None
+    program = compile_for(target, matmul, struct(512, 4096), weight, options=options)
+    check_product(program, weight, "stoker_integer_matmul")
+    # The activations are never copied as floats: they become integers where they lie.
+    assert not re.search(r"= (bf16|f32)\[512,4096\]\S* copy\(", program.text)
+    if gpu:
+        assembly = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))
+        assert "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8" in assembly
+
+
+@pytest.mark.parametrize("target", ["v5e"])
+def test_rows_of_codes_that_fill_no_register_are_not_copied(target: str) -> None:
+    plain = quantised(target, 0, "int4", R=1536, C=576)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), plain)
+    weight = ready(zeros)
+
+    def matmul(x: jax.Array, weight: QuantArray) -> jax.Array:
+        return ops.matmul(x, weight, Kernels(platform_of(target)))
+
+    codes = re.compile(r"= u8\[1536,\d+\]\S* copy\(")
+    for one, copied in ((zeros, True), (weight, False)):
+        program = compile_for(target, matmul, struct(8, 576), one)
+        assert bool(codes.search(program.text)) == copied
 
 
 @pytest.mark.parametrize("kind", ["int4", "bfloat16"])

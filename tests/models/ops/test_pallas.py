@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 from driving import chunk, decoding, new_state, page_table
+from products import device
+from quantised import random_quant
 from tiny import DEEPSEEK, TINY
 
 from stoker.engine import steps
@@ -84,6 +86,44 @@ def test_choices_name_the_kernels_and_the_exceptions(platform: str) -> None:
     assert mixed.implementation == f"{platform} and xla"
     assert "1 by xla: " in mixed.why
     assert "written to memory" in mixed.why
+
+
+@pytest.mark.parametrize("platform", PACKAGES)
+def test_integers_serve_many_rows_where_they_were_asked_for(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Kernels(platform, "int8")
+    wide, narrow = (device(random_quant(name, 16)) for name in ("awq", "q4_0"))
+    for number, name in enumerate(("matmul", "integer_matmul")):
+        fake = functools.partial(_constant, number)
+        monkeypatch.setattr(PACKAGES[platform], name, fake)
+        monkeypatch.setattr(PACKAGES[platform], name.replace("matmul", "grouped_matmul"), fake)
+
+    def integers(weight: QuantArray, rows: int, kernels: Kernels = asked) -> bool:
+        x = np.zeros((rows, weight.shape[1]), np.float32)
+        several = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), weight)
+        sizes = np.array([rows, rows], np.int32)
+        (grouped,) = ops.grouped_products(np.concatenate([x, x]), [several], sizes, kernels)
+        one = ops.matmul(x, weight, kernels)
+        assert grouped[0, 0] == one[0, 0]
+        return bool(one[0, 0])
+
+    assert integers(wide, 128)
+    assert not integers(wide, 127)
+    assert not integers(narrow, 128)
+    assert not integers(wide, 128, Kernels(platform))
+    config = dataclasses.replace(MODEL, kernels=asked)
+    both = ops.choices(config, [wide, narrow])["products"]
+    assert both.implementation == platform
+    assert "from 128 rows on, activations are rounded to int8" in both.why
+    assert "groups of 32" in both.why
+
+
+def _constant(
+    value: int, x: jax.Array, weight: QuantArray, *_: jax.Array, dtype: type = np.float32
+) -> np.ndarray:
+    """In place of a product."""
+    return np.full((x.shape[0], weight.shape[-2]), value, dtype)
 
 
 def test_choices_without_kernels() -> None:

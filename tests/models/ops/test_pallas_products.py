@@ -11,8 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from products import BFLOAT16, FLOAT32, activations, check, check_grouped, device, experts
-from quantised import FORMATS, random_levels, random_quant
+from products import (
+    BFLOAT16,
+    FLOAT32,
+    activations,
+    check,
+    check_grouped,
+    check_integers,
+    device,
+    experts,
+)
+from quantised import FORMATS, NARROW, WIDE, random_levels, random_quant
 
 from stoker.models.errors import StokerError
 from stoker.models.ops import gpu, tpu
@@ -94,6 +103,11 @@ def test_ready_weights_stand_for_the_same_numbers() -> None:
     }
     np.testing.assert_array_equal(dequantize(device(turned)), dequantize(device(plain)))
     assert ready(turned).scale is turned.scale
+    short = random_quant("q4_1", 8)
+    assert ready(short).shape == short.shape
+    assert ready(short).codes.shape == (8, 128)
+    assert ready(short).row_bytes == 80
+    np.testing.assert_array_equal(dequantize(device(ready(short))), dequantize(device(short)))
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0]])
@@ -114,3 +128,25 @@ def test_groups_that_cross_blocks_of_rows(
 def test_matrices_of_idle_groups_are_not_read(kernels: ModuleType) -> None:
     weight = jnp.ones((3, 8, 128), jnp.float32).at[1].set(jnp.nan)
     check_grouped(kernels, activations(6, 128), weight, [4, 0, 2])
+
+
+@pytest.mark.parametrize("name", [*WIDE, *NARROW])
+def test_rounded_rows_and_codes_are_multiplied_as_integers(name: str, kernels: ModuleType) -> None:
+    weight = loaded(device(random_quant(name, 48)), kernels)
+    if name in NARROW and kernels is tpu:
+        with pytest.raises(StokerError, match="activations='float32'"):
+            kernels.integer_matmul(activations(1, weight.shape[1]), weight, interpret=True)
+    else:
+        check_integers(kernels, activations(133, weight.shape[1]), weight)
+
+
+def test_integers_of_groups(kernels: ModuleType) -> None:
+    weight = loaded(experts("awq", 3, 16), kernels)
+    check_grouped(kernels, activations(142, 384), weight, [5, 0, 137], integers=True)
+
+
+def test_what_integers_do_not_serve_is_refused_by_name(kernels: ModuleType) -> None:
+    for array in (random_quant("q4_0", 8), random_quant("q4_k", 8), random_levels("mxfp4", 8)):
+        weight = device(array)
+        with pytest.raises(StokerError, match="cannot be multiplied as integers"):
+            kernels.integer_matmul(activations(1, weight.shape[1]), weight, interpret=True)
