@@ -150,7 +150,7 @@ def _modelled(
 #: Fusions of compilers for TPUs, where a row that is looked up or updated counts as all tiles that
 #: hold some of it.
 _CUSTOM = "kind=kCustom"
-_TILE = re.compile(r"T\((?P<first>\d+)(?P<more>,\d+)?\)")
+_TILE = re.compile(r"\bT\((\d+)")
 
 
 def _fused_read(program: Program, fused: str, number: int, tiled: bool = False) -> float:
@@ -181,7 +181,7 @@ def _fused_read(program: Program, fused: str, number: int, tiled: bool = False) 
 def _tile_rows(one: Instruction) -> int:
     """How many rows lie in a tile: elements, where an array has one axis."""
     tile = _TILE.search(one.text)
-    return int(tile["first"]) if tile else 1
+    return int(tile[1]) if tile else 1
 
 
 def _updated(program: Program, fused: str, tiled: bool) -> float | None:

@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[int, str]] = {
 TARGETS = ("v5e", "v5p", "v6e", "h200")
 #: Slices that DeepSeek-V3 fits in int8, whole, and how many devices these are.
 SLICES = {
-    "v5e": ("v5e:8x16", 128),
+    "v5e": ("v5e:8x8", 64),
     "v5p": ("v5p:4x4x4", 64),
     "v6e": ("v6e:8x8", 64),
     "h200": ("h200:8", 8),

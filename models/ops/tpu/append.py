@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..blocks import PageVisits, page_visits
 from ..layout import Layout
 from ..quant_pages import Pages, QuantPages, narrow, quantize_rows, tpu_values_by_token
-from .common import EXACT, tile_rows
+from .common import EXACT, in_memory, tile_rows
 
 
 def append(
@@ -157,7 +157,14 @@ def _place(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="stoker_append",
-    )(visits.page, visits.row, visits.offset, visits.count, *[padded] * several, pages)
+    )(
+        visits.page,
+        visits.row,
+        visits.offset,
+        visits.count,
+        *[padded] * several,
+        in_memory(pages, interpret),
+    )
 
 
 def _kernel(

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..blocks import QueryBlocks
 from ..layout import Layout
 from ..partial import NOTHING
-from .common import LANES, VMEM_BYTES
+from .common import LANES, VMEM_BYTES, in_memory
 
 #: Bytes of pages that are on their way at once: enough to hide the latency of memory.
 BLOCK_BYTES = 2 * 2**20
@@ -125,7 +125,7 @@ def attend_by_rounds(
         blocks.live,
         layout.page_table.reshape(-1),
         *operands,
-        *pools,
+        *(in_memory(pool, interpret) for pool in pools),
     )
     return [out, *(lanes[..., :1] for lanes in lse)]
 
