@@ -21,7 +21,6 @@ from stoker.engine.sampling_params import SamplingParams
 from stoker.engine.shapes import Shapes
 from stoker.models.config import Kernels
 from stoker.models.loading import Model
-from stoker.models.parts import PLAIN_ROUTER
 from stoker.models.random_weights import architecture
 
 GREEDY = SamplingParams(max_tokens=24, logprobs=0)
@@ -134,25 +133,9 @@ def test_a_token_takes_one_latent_vector_in_each_layer() -> None:
     assert token_bytes(published) == 61 * 576 * 2
 
 
-def test_pages_as_wide_as_lanes_give_the_same_logits() -> None:
-    """TPUs hold vectors of 40 numbers in 128: the numbers that follow count for nothing."""
-    config = dataclasses.replace(
-        DEEPSEEK,
-        n_experts=0,
-        experts_per_token=0,
-        router=PLAIN_ROUTER,
-        dense_layers=0,
-        dense_d_ff=0,
-        shared_d_ff=0,
-    )
-    params, found = random_params(config), []
-    for platform in ("xla", "tpu"):
-        own = dataclasses.replace(config, kernels=Kernels(platform))
-        cache = new_cache(own, 4, 16)
-        batch = chunk([PROMPT], [0], page_table(1, 4), 64)
-        cache, logits = steps.prefill_logits(params, cache, batch, config=own)
-        found.append((logits, cache[0][0]))
-    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-5)
-    width = config.latent.width
-    assert found[1][1].shape[-1] == 128 > width == found[0][1].shape[-1]
-    assert not np.asarray(found[1][1])[..., width:].any()
+def test_pages_are_as_wide_as_lanes_on_tpus() -> None:
+    """Vectors of 40 numbers lie in 128 there (`test_pallas.py` runs a whole model on them)."""
+    own = dataclasses.replace(DEEPSEEK, kernels=Kernels("tpu"))
+    width = own.latent.width
+    assert new_cache(own, 4, 16)[0][0].shape[-1] == 128 > width
+    assert new_cache(DEEPSEEK, 4, 16)[0][0].shape[-1] == width

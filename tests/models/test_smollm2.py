@@ -55,7 +55,7 @@ def plain(smollm2_path: pathlib.Path) -> Model:
 @pytest.mark.reference
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [*((name, "compiled") for name in [*PROMPTS, "chat"]), ("numbers", "plain")],
+    [*((name, "compiled") for name in [*PROMPTS, "chat"]), ("fact", "plain")],
 )
 def test_logprobs_and_greedy_tokens_equal_hugging_face(
     name: str, kernels: str, request: pytest.FixtureRequest, reference: Any
@@ -69,7 +69,7 @@ def test_logprobs_and_greedy_tokens_equal_hugging_face(
     else:
         ids = smollm2.tokenizer.encode(PROMPTS[name])
     assert name != "long" or len(ids) > 1000
-    greedy = SamplingParams(max_tokens=48, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=48 if kernels == "compiled" else 8, ignore_eos=True)
     reply = engine.generate([ids], greedy)[0].choices[0]
     whole = [*ids, *reply.ids]
     expected = np.asarray(jax.nn.log_softmax(hf_logits(reference, whole), axis=-1))
