@@ -206,7 +206,12 @@ def _plain(weight: AnyWeight) -> Weight:
 
 def embed(table: AnyWeight, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows `tokens [T]` of `table [V, D]` as `[T, D]` of `dtype`; only these rows are read."""
-    return densify(table[tokens], dtype)
+    rows = table[tokens]
+    if isinstance(table, QuantArray) and tokens.shape[0] == 1:
+        # Two rows of codes are a gather; one would be a slice, for which TPU compilers lay all of
+        # the table out anew in every step.
+        rows = rows.replace(codes=table.codes[jnp.repeat(tokens, 2)][:1])
+    return densify(rows, dtype)
 
 
 def attention(
