@@ -17,7 +17,7 @@ class QueryBlocks:
     Attributes:
       slot: int32 `[W]`.
       row: int32 `[W]`, the first row.
-      position: int32 `[W]`, its position.
+      position: int32 `[W]`, its position, from where `query_blocks` counts.
       count: int32 `[W]`, rows of the block.
       live: int32 `[1]`.
       size: most rows of a block (static).
@@ -72,8 +72,10 @@ def block_size(layout: Layout, n_rows: int, most: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def query_blocks(layout: Layout, n_rows: int, size: int) -> QueryBlocks:
-    """The step's rows in blocks of at most `size`."""
+def query_blocks(
+    layout: Layout, n_rows: int, size: int, origin: jax.Array | int = 0
+) -> QueryBlocks:
+    """The step's rows in blocks of at most `size`; positions are relative to `origin`."""
     S = layout.kv_lens.shape[0]
     owners = min(S, n_rows)
     W = owners + (n_rows - owners) // size
@@ -87,7 +89,7 @@ def query_blocks(layout: Layout, n_rows: int, size: int) -> QueryBlocks:
     return QueryBlocks(
         slot=slot,
         row=row,
-        position=layout.kv_lens[slot] - (end - row),
+        position=layout.kv_lens[slot] - (end - row) - origin,
         count=jnp.clip(end - row, 0, size),
         live=ends[-1:],
         size=size,

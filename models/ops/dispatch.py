@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from .elementwise import gated, rotate
 from .layout import Layout
 from .quant_pages import Pages, tpu_values_by_token
 from .sampling import Sampling
+from .visits import groups_as_heads, heads_as_groups
 
 #: What a product multiplies with: also the layout that the CPU kernels stream.
 AnyWeight = Weight | cpu.PackedArray
@@ -155,10 +157,9 @@ def head_matmul(x: jax.Array, weight: AnyWeight, kernels: Kernels) -> jax.Array:
         if chosen == "xla":
             return xla.head_matmul(x, plain).astype(x.dtype)
         return implementation(chosen).head_matmul(x, plain, dtype=x.dtype)
-    T, N, C = x.shape
-    rows, sizes = x.swapaxes(0, 1).reshape(N * T, C), jnp.full(N, T, jnp.int32)
+    rows, sizes = heads_as_groups(x)
     (result,) = grouped_products(rows, (weight,), sizes, kernels)
-    return result.reshape(N, T, -1).swapaxes(0, 1)
+    return groups_as_heads(result, len(sizes))
 
 
 def _product(
@@ -206,12 +207,12 @@ def _plain(weight: AnyWeight) -> Weight:
 
 def embed(table: AnyWeight, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows `tokens [T]` of `table [V, D]` as `[T, D]` of `dtype`; only these rows are read."""
-    rows = table[tokens]
     if isinstance(table, QuantArray) and tokens.shape[0] == 1:
         # Two rows of codes are a gather; one would be a slice, for which TPU compilers lay all of
         # the table out anew in every step.
-        rows = rows.replace(codes=table.codes[jnp.repeat(tokens, 2)][:1])
-    return densify(rows, dtype)
+        codes = table.codes[jnp.repeat(tokens, 2)][:1]
+        return densify(dataclasses.replace(table[tokens], codes=codes), dtype)
+    return densify(table[tokens], dtype)
 
 
 def attention(
@@ -291,15 +292,13 @@ def _attend(
         assert isinstance(k_pages, jax.Array), k_pages
         assert isinstance(v_pages, jax.Array), v_pages
         options |= {"turn": turn, "rounded": kernels.activations != "float32"}
-        return getattr(cpu, operation)(q, k, v, k_pages, v_pages, layout, **options)
-    q, k = rotate(q, *turn), rotate(k, *turn)
-    chosen = attention_choice(kernels, q.shape[-1], jax.tree.leaves(k_pages)[0]).implementation
-    if chosen == "xla":
-        options["by_token"] = kernels.platform != "tpu" or tpu_values_by_token(q.shape[-1])
-        attend = getattr(xla, operation)
+        chosen = "cpu"
     else:
-        attend = getattr(implementation(chosen), operation)
-    return attend(q, k, v, k_pages, v_pages, layout, **options)
+        q, k = rotate(q, *turn), rotate(k, *turn)
+        chosen = attention_choice(kernels, q.shape[-1], jax.tree.leaves(k_pages)[0]).implementation
+        if chosen == "xla":
+            options["by_token"] = kernels.platform != "tpu" or tpu_values_by_token(q.shape[-1])
+    return getattr(implementation(chosen), operation)(q, k, v, k_pages, v_pages, layout, **options)
 
 
 def latent_attention(
@@ -320,19 +319,13 @@ def latent_attention(
     what is past `rank` is not rotated yet, by `turn`, cosines and sines `[T, dims/2]`, and what is
     before it in latent vectors not normed, by `norm`.
     """
+    options: dict[str, Any] = {"rank": rank, "scale": scale}
     if kernels.platform == "cpu":
-        return cpu.latent_attention(
-            *(q, latent, pages, layout),
-            rank=rank,
-            scale=scale,
-            norm=norm,
-            turn=turn,
-            rounded=kernels.activations != "float32",
-        )
+        options |= {"norm": norm, "turn": turn, "rounded": kernels.activations != "float32"}
+        return cpu.latent_attention(q, latent, pages, layout, **options)
     q, latent = latent_rows(q, latent, rank, norm, turn)
     chosen = latent_choice(kernels, rank, q.shape[-1], pages).implementation
-    attend = implementation(chosen).latent_attention
-    return attend(q, latent, pages, layout, rank=rank, scale=scale)
+    return implementation(chosen).latent_attention(q, latent, pages, layout, **options)
 
 
 def partial_latent_attention(

@@ -59,6 +59,17 @@ def group_visits(sizes: jax.Array, n_rows: int, rows: int) -> Visits:
     return Visits(group, tile, first, jnp.where(visit < ends[-1], last, first))
 
 
+def heads_as_groups(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`x [T, N, C]` as rows `[N * T, C]` sorted by head, and how many each has, int32 `[N]`."""
+    T, N, C = x.shape
+    return x.swapaxes(0, 1).reshape(N * T, C), jnp.full(N, T, jnp.int32)
+
+
+def groups_as_heads(rows: jax.Array, n_heads: int) -> jax.Array:
+    """Rows `[N * T, R]` sorted by head as `[T, N, R]`."""
+    return rows.reshape(n_heads, -1, rows.shape[-1]).swapaxes(0, 1)
+
+
 def halves(x: jax.Array, span: int) -> list[jax.Array]:
     """Columns of `x [T, C]` that meet the low and the high halves of bytes: `[T, C/2]` each.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -182,21 +182,26 @@ def check_shares(step: Step, attend: Callable[..., Any], shares: int, tolerance:
             for pages in cut
         )
         out, lse, *pools = attend(jnp.int32(share), *step.arrays[:3], *pools, step.layout)
-        # Where a row sees nothing, its output means nothing.
-        outs.append(np.where(np.asarray(lse)[..., None] > NOTHING / 2, np.float64(out), 0))
-        sums.append(np.float64(lse))
+        outs.append(out)
+        sums.append(lse)
         after.append(pools)
-    sinks = np.float64(step.options.get("sinks", -np.inf))
-    peak = np.maximum(np.max(sums, axis=0), sinks)
-    weights = [np.exp(x - peak)[..., None] for x in sums]
-    total = sum(weights) + np.exp(sinks - peak)[..., None]
-    whole = sum(out * weight for out, weight in zip(outs, weights, strict=True)) / total
+    whole = joined(outs, sums, step.options.get("sinks", -np.inf))
     whole[int(step.layout.query_start[-1]) :] = 0  # padding means nothing
-    joined = (
+    pools = (
         jax.tree.map(lambda *x, axis=axis: jnp.concatenate(x, min(axis, x[0].ndim - 1)), *parts)
         for parts, axis in zip(zip(*after, strict=True), axes, strict=True)
     )
-    check(step, (whole, *joined), tolerance)
+    check(step, (whole, *pools), tolerance)
+
+
+def joined(outs: Sequence[Any], sums: Sequence[Any], sinks: Any = -np.inf) -> np.ndarray:
+    """The attention, float64, that parts `[T, N, H]` with logarithms of sums `[T, N]` make up."""
+    lse, sinks = np.asarray(sums, np.float64), np.float64(sinks)
+    # Where a row sees nothing, its output means nothing.
+    parts = np.where(lse[..., None] > NOTHING / 2, np.asarray(outs, np.float64), 0)
+    peak = np.maximum(lse.max(axis=0), sinks)
+    weights = np.exp(lse - peak)[..., None]
+    return (parts * weights).sum(axis=0) / (weights.sum(axis=0) + np.exp(sinks - peak)[..., None])
 
 
 def _is_list(node: Any) -> bool:

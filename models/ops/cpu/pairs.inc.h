@@ -33,6 +33,7 @@ STOKER_INLINE I zip(const Bf16* a, const Bf16* b) {
   return zip_halves(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
 }
 
+// As store_bf16, in an instruction, for which tiny numbers are zero.
 static void narrow(const float* x, int64_t n, uint16_t* out) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t m = std::min<int64_t>(kLanes, n - i);

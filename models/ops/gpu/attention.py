@@ -15,12 +15,12 @@ from ..blocks import QueryBlocks, block_size, query_blocks
 from ..layout import Layout
 from ..partial import NOTHING
 from ..quant_pages import Pages, QuantPages, store
+from .common import EXACT, dot, fold, joined, zero
 
 #: Rows of queries (of one KV head) of a program; a product of the tensor cores takes 16 or more.
 ROWS, LEAST_ROWS = 64, 16
 #: Programs that keep a GPU busy: about two to each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 264
-EXACT = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _attention(
     k_pages = store(k_pages, k, page, offset, token_axis=3)
     v_pages = store(v_pages, v, page, offset, token_axis=2)
 
-    blocks = query_blocks(layout, T, block_size(layout, T, ROWS // G))
+    blocks = query_blocks(layout, T, block_size(layout, T, ROWS // G), share * Z)
     queries = blocks.gather(q, K)
     sizes = _Sizes(
         G=G,
@@ -163,32 +163,10 @@ def _attention(
         softcap=softcap,
         quantised=isinstance(k_pages, QuantPages),
     )
-    if shares > 1:
-        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
     sums, peak, total = _call(queries, k_pages, v_pages, layout, blocks, sizes, interpret)
     found = joined(sums, peak, total, sinks, G)
     out, lse = (blocks.scatter(part, layout, T, M * Z * shares) for part in found)
     return out, lse[..., 0], k_pages, v_pages
-
-
-def joined(
-    sums: jax.Array, peak: jax.Array, total: jax.Array, sinks: jax.Array | None, G: int
-) -> tuple[jax.Array, jax.Array]:
-    """The output float32 `[W, K, R, H]` of all splits' sums `[splits, W, K, R, H]`.
-
-    And logarithms of summed exponentials, `[W, K, R, 1]`.
-    """
-    best = peak.max(axis=0)
-    extra: jax.Array | float = 0.0
-    if sinks is not None:
-        K, R = best.shape[1:]
-        sink = jnp.tile(sinks.astype(jnp.float32).reshape(K, G), (1, R // G))
-        best = jnp.maximum(best, sink)
-        extra = jnp.exp(sink - best)
-    share = jnp.exp(peak - best)
-    whole = jnp.maximum((total * share).sum(axis=0) + extra, 1e-30)
-    out = (sums * share[..., None]).sum(axis=0) / whole[..., None]
-    return out, (best + jnp.log(whole))[..., None]
 
 
 def _call(
@@ -292,18 +270,14 @@ def _kernel(
         seen = key[None, :] <= row_position[:, None]
         if sizes.window:
             seen &= key[None, :] > row_position[:, None] - sizes.window
-        score = jnp.where(seen, score, NOTHING)
-        new_peak = jnp.maximum(peak, score.max(axis=1))
-        decay = jnp.exp(peak - new_peak)
-        weights = jnp.where(seen, jnp.exp(score - new_peak[:, None]), 0)
-        total = total * decay + weights.sum(axis=1)
+        weights, decay, peak, total = fold(score, seen, peak, total)
         # A weight of zero does not silence a NaN that an earlier owner left in the page.
         written = (key <= last)[:, None] & (lane < H)[None, :]
         values = plgpu.load(v_ref.at[page], mask=written, other=zero(v_ref))
         if sizes.quantised:
             weights = weights * jnp.where(key <= last, pools[3][page], 0)[None, :]
         added = dot(weights, values, work, precision)
-        return new_peak, total, weighted * decay[:, None] + added
+        return peak, total, weighted * decay[:, None] + added
 
     carry = (
         jnp.full((R,), NOTHING, jnp.float32),
@@ -314,19 +288,3 @@ def _kernel(
     plgpu.store(sum_ref, weighted, mask=inside)
     plgpu.store(peak_ref, peak, mask=row < rows)
     plgpu.store(total_ref, total, mask=row < rows)
-
-
-def dot(a: jax.Array, b: jax.Array, work: Any, precision: Any) -> jax.Array:
-    """`a [R, C]` times `b [C, W]`, both made `work`; sums in float32."""
-    return jax.lax.dot_general(
-        a.astype(work),
-        b.astype(work),
-        (((1,), (0,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-
-
-def zero(ref: Any) -> int | float:
-    """What fills the lanes of a load that are not there: Triton casts no integer to a float8."""
-    return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ...quantized import QuantArray
+from ..visits import groups_as_heads, heads_as_groups
 from .matmul import grouped_matmul
 
 
@@ -27,7 +28,6 @@ def head_matmul(
     Returns:
       `[T, N, R]` of `dtype`.
     """
-    T, N, C = x.shape
-    rows, sizes = x.swapaxes(0, 1).reshape(N * T, C), jnp.full(N, T, jnp.int32)
+    rows, sizes = heads_as_groups(x)
     out = grouped_matmul(rows, weight, sizes, dtype=dtype, interpret=interpret)
-    return out.reshape(N, T, -1).swapaxes(0, 1)
+    return groups_as_heads(out, len(sizes))

@@ -14,6 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from ...quantized import QuantArray
 from ..rounded import block_of, check_readable, round_rows, zero_point_left
 from ..visits import Visits, group_visits, one_group
+from .common import EXACT, zero
 from .matmul import why_unsupported
 
 #: Rows and outputs of a program.
@@ -22,7 +23,6 @@ _ROWS, _OUTPUTS = 128, 64
 _LEAST = 32
 #: Groups whose minima are added at once.
 _SHIFTS = 16
-_EXACT = jax.lax.Precision.HIGHEST
 #: Float32 within a few last bits, on tensor cores.
 _NEARLY = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
@@ -139,7 +139,7 @@ def _kernel(
     none = jnp.int32(0)
 
     def scales(number: Any) -> jax.Array:
-        values = plgpu.load(scale_ref.at[matrix, :, number], mask=output, other=_zero(scale_ref))
+        values = plgpu.load(scale_ref.at[matrix, :, number], mask=output, other=zero(scale_ref))
         return values.astype(jnp.float32)[None, :]
 
     def body(number: Any, total: jax.Array) -> jax.Array:
@@ -173,7 +173,7 @@ def _kernel(
         least = jnp.zeros((_OUTPUTS, _SHIFTS), jnp.float32)
         for ref, share in ((scale_ref, -zero_point_left), *((ref, 1) for ref in minimum_ref)):
             if share:
-                part = plgpu.load(ref.at[matrix, :, groups], mask=of_outputs, other=_zero(ref))
+                part = plgpu.load(ref.at[matrix, :, groups], mask=of_outputs, other=zero(ref))
                 least += share * part.astype(jnp.float32)
         of_rows = there[:, None] & own[None, :]
         x_sums = plgpu.load(x_sum_ref[0].at[groups, rows], mask=of_rows, other=0.0)
@@ -181,7 +181,7 @@ def _kernel(
             x_sums,
             least,
             (((0,), (1,)), ((), ())),
-            precision=_EXACT if interpret else _NEARLY,
+            precision=EXACT if interpret else _NEARLY,
             preferred_element_type=jnp.float32,
         )
 
@@ -204,11 +204,6 @@ def _multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, interpret: bool) -> 
         asm, args=[a, b, c], constraints="=f,f,f,f", pack=1, result_shape_dtypes=[out]
     )
     return result
-
-
-def _zero(ref: Any) -> int | float:
-    """What fills the lanes of a load that are not there."""
-    return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
 
 
 def _integers(codes: jax.Array, bits: int, zero_point: int, interpret: bool) -> Sequence[jax.Array]:

@@ -15,7 +15,8 @@ from ..blocks import QueryBlocks, block_size, query_blocks
 from ..layout import Layout
 from ..partial import NOTHING
 from ..quant_pages import narrow as narrowed
-from .attention import EXACT, LEAST_ROWS, dot, joined, zero
+from .attention import LEAST_ROWS
+from .common import EXACT, dot, fold, joined, zero
 
 #: Queries (rows times heads) of a program: with vectors of 576 bfloat16 numbers, these and what is
 #: on its way fill the shared memory, and their sums half the registers.
@@ -118,7 +119,7 @@ def _latent_attention(
 
     most = ROWS if all(x.dtype != jnp.float32 for x in (q, pages)) else FLOAT32_ROWS
     parts = _parts(N, most)
-    blocks = query_blocks(layout, T, block_size(layout, T, most * parts // N))
+    blocks = query_blocks(layout, T, block_size(layout, T, most * parts // N), share * Z)
     queries = blocks.gather(q, parts)
     sizes = _Sizes(
         G=N // parts,
@@ -131,8 +132,6 @@ def _latent_attention(
         splits=max(1, min(PROGRAMS // (queries.shape[0] * parts), M // LEAST_PAGES)),
         scale=scale,
     )
-    if shares > 1:
-        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
     sums, peak, total = _call(queries, pages, layout, blocks, sizes, dtype, interpret)
     if sizes.splits > 1:
         found = joined(sums, peak, total, None, sizes.G)
@@ -255,13 +254,9 @@ def _kernel(
         score = dot(queries[0], vectors.T, work, precision)
         score = (score + dot(queries[1], keys.T, work, precision)) * sizes.scale
         seen = token[None, :] <= row_position[:, None]
-        score = jnp.where(seen, score, NOTHING)
-        new_peak = jnp.maximum(peak, score.max(axis=1))
-        decay = jnp.exp(peak - new_peak)
-        weights = jnp.where(seen, jnp.exp(score - new_peak[:, None]), 0)
-        total = total * decay + weights.sum(axis=1)
+        weights, decay, peak, total = fold(score, seen, peak, total)
         added = dot(weights, vectors, work, precision)
-        return new_peak, total, weighted * decay[:, None] + added
+        return peak, total, weighted * decay[:, None] + added
 
     carry = (
         jnp.full((R,), NOTHING, jnp.float32),

@@ -14,12 +14,12 @@ from jax.experimental.pallas import triton as plgpu
 from ...errors import StokerError
 from ...quantized import QuantArray, Weight
 from ..visits import Visits, group_visits, halves, one_group
+from .common import EXACT, zero
 
 #: Rows of x, outputs and bytes of a row of codes that a program multiplies at once.
 _ROWS, _OUTPUTS, _BYTES = 64, 64, 64
 #: Programs that keep a GPU busy; see `attention.PROGRAMS`.
 _PROGRAMS = 264
-_EXACT = jax.lax.Precision.HIGHEST
 _CODES = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _SCALES = ("float32", "float16", "bfloat16", "int8", "uint8", "float8_e4m3fn", "float8_e8m0fnu")
 
@@ -232,12 +232,12 @@ def _kernel(
     own = (row >= first) & (row < last)
     output = pl.program_id(1) * _OUTPUTS + jnp.arange(_OUTPUTS) < n_outputs
     work = x_refs[0].dtype
-    precision = _EXACT if work == jnp.float32 else None
+    precision = EXACT if work == jnp.float32 else None
 
     def body(index: Any, total: jax.Array) -> jax.Array:
         columns = pl.ds(index * step, step)
         codes = plgpu.load(
-            codes_ref.at[group, :, columns], mask=output[:, None], other=_zero(codes_ref)
+            codes_ref.at[group, :, columns], mask=output[:, None], other=zero(codes_ref)
         )
         factors = _factors(factor_refs, group, output, index * step, step, format_)
         for x_ref, weights in zip(x_refs, _widen(codes, factors, format_), strict=True):
@@ -276,7 +276,7 @@ def _factors(
         values = plgpu.load(
             ref.at[group, :, pl.ds(first, width)],
             mask=jnp.broadcast_to(output[:, None], (output.shape[0], width)),
-            other=_zero(ref),
+            other=zero(ref),
         )
         if format_.exponents:
             return jax.lax.bitcast_convert_type(values.astype(jnp.int32) << 23, jnp.float32)
@@ -325,8 +325,3 @@ def _level(codes: jax.Array, levels: tuple[float, ...]) -> jax.Array:
     for number, level in enumerate(levels):
         values = jnp.where(codes == number, level, values)
     return values
-
-
-def _zero(ref: Any) -> int | float:
-    """What fills the lanes of a load that are not there."""
-    return 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -110,7 +109,7 @@ def _attention(
     results = 4 * (H + LANES) if part else H * q.dtype.itemsize
     row_bytes = K * (2 * H * q.dtype.itemsize + 2 * results + 4 * (H + 2 * LANES))
     size = block_size(layout, T, min(ROWS, ROWS_BYTES // row_bytes) // G)
-    blocks = query_blocks(layout, T, size)
+    blocks = query_blocks(layout, T, size, share * Z)
     queries = blocks.gather(q, K)
     pools = jax.tree.leaves((k_pages, v_pages))
     sizes = Sizes(
@@ -130,8 +129,6 @@ def _attention(
         values=H,
         pools=len(pools),
     )
-    if shares > 1:
-        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
     found = attend_by_rounds(
         *(_attend, queries, sinks, pools, layout, blocks, sizes),
         name="stoker_attention",

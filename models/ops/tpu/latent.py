@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -85,7 +84,7 @@ def _latent_attention(
     T, N, W = q.shape
     Z, width = pages.shape[1:]
     M = layout.page_table.shape[1]
-    blocks = query_blocks(layout, T, block_size(layout, T, ROWS // N))
+    blocks = query_blocks(layout, T, block_size(layout, T, ROWS // N), share * Z)
     queries = jnp.pad(blocks.gather(q, 1), (*((0, 0),) * 3, (0, width - W)))
     sizes = Sizes(
         G=N,
@@ -104,8 +103,6 @@ def _latent_attention(
         values=rank,
         pools=1,
     )
-    if shares > 1:
-        blocks = dataclasses.replace(blocks, position=blocks.position - share * Z)
     found = attend_by_rounds(
         *(_attend, queries, None, [pages], layout, blocks, sizes),
         name="stoker_latent_attention",

@@ -9,6 +9,7 @@ import interpreted
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ragged import joined
 
 from stoker.models import ops
 from stoker.models.config import Kernels
@@ -143,10 +144,8 @@ def test_parts_of_pages_make_up_the_whole(name: str) -> None:
         attend(jnp.int32(share), jnp.float32(q), jnp.float32(latent), held, layout)
         for share, held in enumerate(jnp.split(jnp.asarray(pages), 4, axis=1))
     ]
-    outs, sums, after = (np.asarray(parts, np.float64) for parts in zip(*found, strict=True))
-    weights = np.exp(sums - sums.max(axis=0))
-    whole = np.where(weights[..., None] > 0, outs, 0) * weights[..., None]
-    whole = whole.sum(axis=0) / weights.sum(axis=0)[..., None]
+    outs, sums, after = zip(*found, strict=True)
+    whole = joined(outs, sums)
     check(whole, np.concatenate(after, axis=1), q, layout, histories, 0.3)
 
 
