@@ -69,7 +69,7 @@ inline bool read_weight(const ffi::AnyBuffer& data, const int64_t* fields, int64
   if (table && (bits != 4 || fields[7] >= 0)) return false;
   w->code = bits == 8 ? Code::kByte : table ? Code::kTable : Code::kNibble;
   std::memcpy(w->table, fields + 10, sizeof(w->table));
-  if (w->block <= 0 || w->block > 32768 || w->block % (bits == 8 ? 4 : 8)) return false;
+  if (w->block <= 0 || w->block > kMaxBlock || w->block % (bits == 8 ? 4 : 8)) return false;
   if (w->group <= 0 || w->group > C || w->group % w->block) return false;
   if (w->zero_point < 0 || w->zero_point > 255) return false;
   Record& r = w->record;

@@ -10,6 +10,7 @@ namespace stoker {
 constexpr int kTile = 16;      // output rows interleaved in a packed weight
 constexpr int kMaxRows = 4;    // activation rows that one micro-kernel call takes at most
 constexpr int kMaxTiles = 2;   // and packed tiles
+constexpr int kMaxBlock = 32;  // columns that share an activation scale, at most
 constexpr int kSpan = 256;     // keys that attention takes in one round, aligned by position
 constexpr int kKeys = 16;      // keys that lie together in a page: pages hold whole blocks of them
 constexpr int kMaxHead = 640;  // widest head, or latent vector
@@ -105,8 +106,6 @@ struct AttentionTile {
 };
 
 struct Kernels {
-  // Subtracted from the zero point of 8-bit codes for `product`, whose dot products do the same.
-  int byte_bias;
   // x [rows, ld] into interleaved int8 codes; see Activations.
   void (*quantize)(const float* x, int64_t ld, int rows, int64_t C, int64_t block, int zero_point,
                    int8_t* codes, float* scale, float* sum, int32_t* init);

@@ -26,7 +26,7 @@ struct Prepared {
   float* values;
   float* sum;
 
-  bool serves(int64_t b, int32_t z) const { return block == b && zero_point == z; }
+  bool serves(const Weight& w) const { return block == w.block && zero_point == w.zero_point; }
 
   // `rows` rows from t on, a multiple of kMaxRows, and their blocks of columns from b on.
   Activations at(int64_t t, int64_t C, int64_t b, int64_t rows) const {
@@ -46,10 +46,6 @@ struct Prepared {
 
 bool byte_codes(const Weight& w) { return w.code == Code::kByte; }
 
-int32_t effective_zero(const Weight& w, int byte_bias) {
-  return w.zero_point - (byte_codes(w) ? byte_bias : 0);
-}
-
 // Whether a block's scales and minima are halves and no more, which kernels may read themselves.
 bool reads_halves(const Kernels& k, const Weight& w) {
   const auto plain = [](const Scales& s) { return s.type == Type::kF16 && !s.factored; };
@@ -64,8 +60,8 @@ struct Plan {
   size_t bytes = 0;
 };
 
-Plan plan(const Weight* weights, int count, int byte_bias, int64_t T, int64_t C, Before before,
-          bool exact, uint8_t* scratch) {
+Plan plan(const Weight* weights, int count, int64_t T, int64_t C, Before before, bool exact,
+          uint8_t* scratch) {
   Plan p;
   const auto take = [&](size_t bytes) {
     uint8_t* mine = scratch + p.bytes;
@@ -76,11 +72,10 @@ Plan plan(const Weight* weights, int count, int byte_bias, int64_t T, int64_t C,
   if (before != Before::kNothing) p.rows = reinterpret_cast<float*>(take(elements * 4));
   for (int i = 0; i < count; ++i) {
     const Weight& w = weights[i];
-    const int32_t zero = effective_zero(w, byte_bias);
-    const auto same = [&](const Prepared& other) { return other.serves(w.block, zero); };
+    const auto same = [&](const Prepared& other) { return other.serves(w); };
     if (!w.packed || std::any_of(p.all.begin(), p.all.end(), same)) continue;
     const size_t per_block = static_cast<size_t>(T * (C / w.block)) * 4;
-    Prepared next{w.block, zero, nullptr, nullptr, nullptr, nullptr, nullptr};
+    Prepared next{w.block, w.zero_point, nullptr, nullptr, nullptr, nullptr, nullptr};
     next.sum = reinterpret_cast<float*>(take(per_block));
     if (exact) {
       next.values = reinterpret_cast<float*>(take(elements * 4));
@@ -246,16 +241,14 @@ std::vector<Rows> pieces(const Groups& groups, int64_t most) {
 
 size_t scratch_bytes(const Weight* weights, int count, int64_t T, int64_t C, Before before,
                      bool exact) {
-  // No byte bias: it could only make two preparations one.
-  return plan(weights, count, 0, T, C, before, exact, nullptr).bytes;
+  return plan(weights, count, T, C, before, exact, nullptr).bytes;
 }
 
 void multiply(Pool& pool, const Kernels& kernels, const Input& input, const Groups& groups,
               int64_t C, const Weight* weights, int count, bool exact, uint8_t* scratch) {
   const int64_t T = groups.starts[groups.count];
   if (T == 0) return;
-  const Plan ready =
-      plan(weights, count, kernels.byte_bias, T, C, input.before, exact, scratch);
+  const Plan ready = plan(weights, count, T, C, input.before, exact, scratch);
   const float* x = ready.rows ? ready.rows : input.x;
   // Interleaved rows meet the same matrix.
   const std::vector<Rows> blocks = pieces(groups, kMaxRows);
@@ -304,9 +297,8 @@ void multiply(Pool& pool, const Kernels& kernels, const Input& input, const Grou
       } else {
         const int64_t left = std::min(last, starts[static_cast<size_t>(i) + 1]) - tile;
         step = std::min<int64_t>(kernels.tiles, left);
-        const int32_t zero = effective_zero(w, kernels.byte_bias);
         const Prepared* p = ready.all.data();
-        while (!p->serves(w.block, zero)) ++p;
+        while (!p->serves(w)) ++p;
         packed_tiles(kernels, w, *p, own, step, t0, t1, C, exact);
       }
       if (w.bias) add_bias(w, own, step, t0, t1);

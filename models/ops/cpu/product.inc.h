@@ -74,27 +74,33 @@ STOKER_INLINE I table_of(const Tiles& tiles) {
   return set1(0);
 }
 
-template <Code kCode, int kTiles, int kCount>
+// How far vector i of a block of registers is from the first, where kVectors belong to each tile:
+// tiles are `tile` bytes apart, lanes `lane` bytes.
+template <int kVectors>
+STOKER_INLINE int64_t vector_at(int i, int64_t tile, int64_t lane) {
+  return i / kVectors * tile + i % kVectors * kLanes * lane;
+}
+
+template <Code kCode, int kVectors, int kAll, int kCount>
 STOKER_INLINE void dot_block(const uint8_t* w, int64_t tile_bytes, const int8_t* a, int64_t block,
-                             int64_t ahead, I table, I (&dot)[kTiles][kCount]) {
+                             int64_t ahead, I table, Dot<kCode> (&dot)[kAll][kCount]) {
   constexpr bool kByte = kCode == Code::kByte;
   const int8_t* a_high = a + block / 2 * kCount;
   const int64_t step = kByte ? 4 : 8;
   for (int64_t c = 0; c < block; c += step, w += 4 * kTile) {
-    I low[kTiles], high[kTiles];
-    STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
-      low[i] = load_bytes(w + i * tile_bytes);
-      prefetch(w + i * tile_bytes + ahead);
+    I low[kAll], high[kAll];
+    STOKER_UNROLL for (int i = 0; i < kAll; ++i) {
+      const uint8_t* from = w + vector_at<kVectors>(i, tile_bytes, 4);
+      low[i] = load_bytes(from);
+      if (i % kVectors == 0) prefetch(from + ahead);
       if constexpr (!kByte) split_nibbles<kCode>(low[i], table, &low[i], &high[i]);
     }
     STOKER_UNROLL for (int t = 0; t < kCount; ++t, a += 4) {
-      STOKER_UNROLL for (int i = 0; i < kTiles; ++i) dot[i][t] = dot4<!kByte>(dot[i][t], low[i], a);
+      STOKER_UNROLL for (int i = 0; i < kAll; ++i) Dot<kCode>::add4(dot[i][t], low[i], a);
     }
     if constexpr (!kByte) {
       STOKER_UNROLL for (int t = 0; t < kCount; ++t, a_high += 4) {
-        STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
-          dot[i][t] = dot4<true>(dot[i][t], high[i], a_high);
-        }
+        STOKER_UNROLL for (int i = 0; i < kAll; ++i) Dot<kCode>::add4(dot[i][t], high[i], a_high);
       }
     }
   }
@@ -102,15 +108,16 @@ STOKER_INLINE void dot_block(const uint8_t* w, int64_t tile_bytes, const int8_t*
 
 constexpr int64_t kFarApart = 8192;  // outputs in a row
 
-// Sums of kTiles vectors of outputs for kCount rows, kept in registers over all blocks.
-template <int kTiles, int kCount>
+// Sums of kTiles * kVectors vectors of outputs for kCount rows, over all blocks.
+template <int kTiles, int kVectors, int kCount>
 struct Sums {
-  F total[kTiles][kCount];
+  static constexpr int kAll = kTiles * kVectors;
+  F total[kAll][kCount];
 
   STOKER_INLINE void start(Sums& s, const Tiles& tiles, int lane) {
-    STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+    STOKER_UNROLL for (int i = 0; i < kAll; ++i) {
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
-        const int64_t at = i * kTile + lane;
+        const int64_t at = vector_at<kVectors>(i, kTile, 1) + lane;
         const float* old = tiles.out + t * tiles.ld + at;
         s.total[i][t] = tiles.resume ? load_n(old, width(tiles, at)) : zero();
       }
@@ -118,9 +125,9 @@ struct Sums {
   }
 
   STOKER_INLINE void finish(const Sums& s, const Tiles& tiles, int lane) {
-    STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+    STOKER_UNROLL for (int i = 0; i < kAll; ++i) {
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
-        const int64_t at = i * kTile + lane;
+        const int64_t at = vector_at<kVectors>(i, kTile, 1) + lane;
         float* to = tiles.out + t * tiles.ld + at;
         store_n(to, s.total[i][t], width(tiles, at));
         // Rows of logits fall on few sets of the caches: their lines must come early.
@@ -139,10 +146,12 @@ template <Code kCode, bool kMinimum, bool kHalves, int kTiles, int kCount>
 static void product(const Tiles& tiles) {
   constexpr bool kByte = kCode == Code::kByte;
   constexpr Type kType = kHalves ? Type::kF16 : Type::kF32;
+  constexpr int kVectors = product_vectors(kCode), kAll = kTiles * kVectors;
+  using Products = Dot<kCode>;
   const I table = table_of<kCode>(tiles);
   const int64_t block = tiles.block, bytes = block * kTile / (kByte ? 1 : 2);
-  for (int lane = 0; lane < kTile; lane += kLanes) {
-    Sums<kTiles, kCount> sums;
+  for (int lane = 0; lane < kTile; lane += kVectors * kLanes) {
+    Sums<kTiles, kVectors, kCount> sums;
     sums.start(sums, tiles, lane);
     const uint8_t* w = tiles.payload + lane * 4;
     const int8_t* a = tiles.x.codes;
@@ -151,27 +160,28 @@ static void product(const Tiles& tiles) {
     const uint8_t* scale = tiles.scale + lane * width(kType);
     const uint8_t* minimum = tiles.minimum + lane * width(kType);
     for (int64_t b = 0, left = tiles.left; b < tiles.blocks; ++b) {
-      I dot[kTiles][kCount];
+      Products dot[kAll][kCount];
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
-        const I first_value = set1(init[t]);
-        STOKER_UNROLL for (int i = 0; i < kTiles; ++i) dot[i][t] = first_value;
+        const Products start = Products::start(init[t]);
+        STOKER_UNROLL for (int i = 0; i < kAll; ++i) dot[i][t] = start;
       }
       if (block == 32) {  // the common case, unrolled
-        dot_block<kCode, kTiles, kCount>(w, tiles.tile_bytes, a, 32, tiles.ahead, table, dot);
+        dot_block<kCode, kVectors>(w, tiles.tile_bytes, a, 32, tiles.ahead, table, dot);
       } else {
-        dot_block<kCode, kTiles, kCount>(w, tiles.tile_bytes, a, block, tiles.ahead, table, dot);
+        dot_block<kCode, kVectors>(w, tiles.tile_bytes, a, block, tiles.ahead, table, dot);
       }
-      F s[kTiles], m[kTiles];
-      STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
-        s[i] = load_scale<kType>(scale + i * tiles.scale_bytes);
-        if constexpr (kMinimum) m[i] = load_scale<kType>(minimum + i * tiles.scale_bytes);
-        if constexpr (kHalves) prefetch(scale + i * tiles.scale_bytes + tiles.ahead);
+      F s[kAll], m[kAll];
+      STOKER_UNROLL for (int i = 0; i < kAll; ++i) {
+        const int64_t at = vector_at<kVectors>(i, tiles.scale_bytes, width(kType));
+        s[i] = load_scale<kType>(scale + at);
+        if constexpr (kMinimum) m[i] = load_scale<kType>(minimum + at);
+        if (kHalves && i % kVectors == 0) prefetch(scale + at + tiles.ahead);
       }
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
         const F u = set1(unit[t]), all = set1(sum[t]);
-        STOKER_UNROLL for (int i = 0; i < kTiles; ++i) {
+        STOKER_UNROLL for (int i = 0; i < kAll; ++i) {
           F& total = sums.total[i][t];
-          total = fma(to_float(dot[i][t]), mul(s[i], u), total);
+          total = fma(to_float(Products::end(dot[i][t], init[t])), mul(s[i], u), total);
           if constexpr (kMinimum) total = fma(m[i], all, total);
         }
       }
@@ -216,7 +226,7 @@ static void exact(const Tiles& tiles) {
   const int64_t block = tiles.block, step = kByte ? 4 : 8;
   const uint8_t* payload = tiles.payload;
   for (int lane = 0; lane < kTile; lane += kLanes) {
-    Sums<kTiles, kCount> sums;
+    Sums<kTiles, 1, kCount> sums;
     sums.start(sums, tiles, lane);
     const uint8_t* w = payload + lane * 4;
     for (int64_t b = 0, left = tiles.left; b < tiles.blocks; ++b) {

@@ -20,7 +20,6 @@ namespace stoker::STOKER_ISA {
 template <int... kCounts>
 static Kernels make_table(std::integer_sequence<int, kCounts...>) {
   return Kernels{
-      kByteBias,
       quantize,
       interleave,
       expand,

@@ -3,11 +3,11 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 8;
 constexpr int kProductTiles = 1;  // tiles whose sums fit the registers at once
+// And vectors of a tile: a byte's sums take two registers, see below.
+constexpr int product_vectors(Code code) { return code == Code::kByte ? 1 : 2; }
 constexpr bool kReadsHalves = true;
 constexpr int kScoreRows = 6;
 constexpr int kScoreVectors = 2;
-// dot4 takes 8-bit codes less 128: a product of two pairs of bytes must fit 16 bits.
-constexpr int kByteBias = 128;
 using F = __m256;
 using I = __m256i;
 
@@ -27,7 +27,11 @@ STOKER_INLINE F set1(float x) { return _mm256_set1_ps(x); }
 STOKER_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
 STOKER_INLINE F load_n(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
 STOKER_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }
-STOKER_INLINE void store_n(float* p, F x, int64_t n) { _mm256_maskstore_ps(p, first(n), x); }
+// Masked stores are slow, and most are of whole vectors.
+STOKER_INLINE void store_n(float* p, F x, int64_t n) {
+  if (n >= kLanes) return store(p, x);
+  _mm256_maskstore_ps(p, first(n), x);
+}
 STOKER_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
 STOKER_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 STOKER_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
@@ -84,7 +88,10 @@ STOKER_INLINE I as_int(F x) { return _mm256_castps_si256(x); }
 STOKER_INLINE I mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
 STOKER_INLINE I max(I a, I b) { return _mm256_max_epi32(a, b); }
 STOKER_INLINE I load_n(const int32_t* p, int64_t n) { return _mm256_maskload_epi32(p, first(n)); }
-STOKER_INLINE void store_n(int32_t* p, I x, int64_t n) { _mm256_maskstore_epi32(p, first(n), x); }
+STOKER_INLINE void store_n(int32_t* p, I x, int64_t n) {
+  if (n >= kLanes) return _mm256_storeu_si256(reinterpret_cast<I*>(p), x);
+  _mm256_maskstore_epi32(p, first(n), x);
+}
 STOKER_INLINE I and_bits(I a, I b) { return _mm256_and_si256(a, b); }
 STOKER_INLINE I or_bits(I a, I b) { return _mm256_or_si256(a, b); }
 STOKER_INLINE I high_words(I x) { return _mm256_srli_epi32(x, 16); }
@@ -123,19 +130,57 @@ STOKER_INLINE int32_t reduce_add(I x) {
   four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
-template <bool kSmall>
-STOKER_INLINE I dot4(I acc, I w, const int8_t* a) {
+// Four activations in every lane.
+STOKER_INLINE I four_of(const int8_t* a) {
   int32_t four;
   __builtin_memcpy(&four, a, 4);
-  I signed_a = _mm256_set1_epi32(four);
-  if constexpr (!kSmall) {
-    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-    signed_a = _mm256_sign_epi8(signed_a, w);
-    w = _mm256_abs_epi8(w);
-  }
-  const I pairs = _mm256_maddubs_epi16(w, signed_a);
-  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return _mm256_set1_epi32(four);
 }
+STOKER_INLINE I add_pairs(I acc, I w, I a) {
+  acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, a));
+  asm("" : "+x"(acc));  // else GCC adds up products first, for which registers do not suffice
+  return acc;
+}
+// Products with nibbles are summed in 16 bits, to be widened once: of the 32 columns that a block
+// has at most, half fall on a lane, and 16 * 15 * 127 fits.
+template <Code kCode>
+struct Dot {
+  I sum;
+  STOKER_INLINE Dot start(int32_t) { return {_mm256_setzero_si256()}; }
+  STOKER_INLINE void add4(Dot& dot, I w, const int8_t* a) {
+    dot.sum = add_pairs(dot.sum, w, four_of(a));
+  }
+  STOKER_INLINE I end(const Dot& dot, int32_t init) {
+    return add(_mm256_madd_epi16(dot.sum, _mm256_set1_epi16(1)), set1(init));
+  }
+};
+// A byte is two nibbles.
+template <>
+struct Dot<Code::kByte> {
+  I low, high;
+  STOKER_INLINE Dot start(int32_t) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  STOKER_INLINE void add4(Dot& dot, I w, const int8_t* a) {
+    const I four = four_of(a);
+    dot.low = add_pairs(dot.low, low_nibbles(w), four);
+    dot.high = add_pairs(dot.high, high_nibbles(w), four);
+  }
+  STOKER_INLINE I end(const Dot& dot, int32_t init) {
+    const I low = _mm256_madd_epi16(dot.low, _mm256_set1_epi16(1));
+    return add(add(low, _mm256_madd_epi16(dot.high, _mm256_set1_epi16(16))), set1(init));
+  }
+};
+// Entries of a table lie up to 127 apart: the sum of two products is all that fits 16 bits.
+template <>
+struct Dot<Code::kTable> {
+  I sum;
+  STOKER_INLINE Dot start(int32_t init) { return {set1(init)}; }
+  STOKER_INLINE void add4(Dot& dot, I w, const int8_t* a) {
+    const I pairs = _mm256_maddubs_epi16(w, four_of(a));
+    dot.sum = add(dot.sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    asm("" : "+x"(dot.sum));
+  }
+  STOKER_INLINE I end(const Dot& dot, int32_t) { return dot.sum; }
+};
 
 STOKER_INLINE F load_half(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -3,10 +3,10 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 16;
 constexpr int kProductTiles = 2;  // tiles whose sums fit the registers at once
+constexpr int product_vectors(Code) { return 1; }  // and vectors of a tile
 constexpr bool kReadsHalves = true;  // the conversion costs nothing beside the products
 constexpr int kScoreRows = 6;  // register block of attention: rows by vectors of keys or values
 constexpr int kScoreVectors = 4;
-constexpr int kByteBias = 0;
 using F = __m512;
 using I = __m512i;
 
@@ -114,13 +114,19 @@ STOKER_INLINE void reduce_add4(const I* x, int32_t* out) {
 STOKER_INLINE void reduce_max4(const I* x, int32_t* out) {
   reduce4(x, out, [](auto a, auto b) { return max(a, b); });
 }
-// acc + four unsigned bytes of each lane of w times the four signed bytes at a.
-template <bool kSmall>
-STOKER_INLINE I dot4(I acc, I w, const int8_t* a) {
-  int32_t four;
-  __builtin_memcpy(&four, a, 4);
-  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
-}
+// A sum from `init` on of products of each lane's four unsigned bytes with the four signed bytes at
+// `a`, over the columns of a block.
+template <Code>
+struct Dot {
+  I sum;
+  STOKER_INLINE Dot start(int32_t init) { return {set1(init)}; }
+  STOKER_INLINE void add4(Dot& dot, I w, const int8_t* a) {
+    int32_t four;
+    __builtin_memcpy(&four, a, 4);
+    dot.sum = _mm512_dpbusd_epi32(dot.sum, w, _mm512_set1_epi32(four));
+  }
+  STOKER_INLINE I end(const Dot& dot, int32_t) { return dot.sum; }
+};
 
 STOKER_INLINE F load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

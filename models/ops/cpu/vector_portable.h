@@ -4,10 +4,10 @@ namespace stoker::STOKER_ISA {
 
 constexpr int kLanes = 4;
 constexpr int kProductTiles = 1;  // tiles whose sums fit the registers at once
+constexpr int product_vectors(Code) { return 1; }  // and vectors of a tile
 constexpr bool kReadsHalves = false;  // a conversion takes several steps
 constexpr int kScoreRows = 4;
 constexpr int kScoreVectors = 2;
-constexpr int kByteBias = 0;
 typedef float F __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
 typedef uint32_t U __attribute__((vector_size(16)));
@@ -103,17 +103,22 @@ STOKER_INLINE int32_t reduce_max(I x) {
 }
 STOKER_INLINE int32_t reduce_add(I x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 // Even and odd bytes apart: 255 * 127 fits the 16 bits of each product.
-template <bool kSmall>
-STOKER_INLINE I dot4(I acc, I w, const int8_t* a) {
-  const UW even_w = UW(w) & UW(set1(0x00ff00ff));
-  const UW odd_w = UW(w) >> 8;
-  const uint32_t even_a = static_cast<uint16_t>(a[0]) | static_cast<uint32_t>(a[2]) << 16;
-  const uint32_t odd_a = static_cast<uint16_t>(a[1]) | static_cast<uint32_t>(a[3]) << 16;
-  const U even = U(W(even_w) * W(set1(static_cast<int32_t>(even_a))));
-  const U odd = U(W(odd_w) * W(set1(static_cast<int32_t>(odd_a))));
-  const I low = (I(even << 16) >> 16) + (I(odd << 16) >> 16);
-  return acc + low + (I(even) >> 16) + (I(odd) >> 16);
-}
+template <Code>
+struct Dot {
+  I sum;
+  STOKER_INLINE Dot start(int32_t init) { return {set1(init)}; }
+  STOKER_INLINE void add4(Dot& dot, I w, const int8_t* a) {
+    const UW even_w = UW(w) & UW(set1(0x00ff00ff));
+    const UW odd_w = UW(w) >> 8;
+    const uint32_t even_a = static_cast<uint16_t>(a[0]) | static_cast<uint32_t>(a[2]) << 16;
+    const uint32_t odd_a = static_cast<uint16_t>(a[1]) | static_cast<uint32_t>(a[3]) << 16;
+    const U even = U(W(even_w) * W(set1(static_cast<int32_t>(even_a))));
+    const U odd = U(W(odd_w) * W(set1(static_cast<int32_t>(odd_a))));
+    const I low = (I(even << 16) >> 16) + (I(odd << 16) >> 16);
+    dot.sum = dot.sum + low + (I(even) >> 16) + (I(odd) >> 16);
+  }
+  STOKER_INLINE I end(const Dot& dot, int32_t) { return dot.sum; }
+};
 STOKER_INLINE void reduce_add4(const I* x, int32_t* out) {
   for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
 }
