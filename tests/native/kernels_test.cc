@@ -36,7 +36,7 @@ void check_product(Random& random, const Kernels& table, const char* name, const
   w.R = s.R;
   w.group = s.group;
   w.block = s.block;
-  w.zero_point = s.byte_codes ? 128 : 8;
+  w.zero_point = s.byte_codes ? 128 : s.minimum ? 0 : 8;
   // A record: factors, scales, minima, codes.
   Record& r = w.record;
   r.each = groups % 2 ? 1 : 2;

@@ -78,6 +78,7 @@ inline bool read_weight(const ffi::AnyBuffer& data, const int64_t* fields, int64
   if (r.each <= 0 || r.each > C || r.supers <= 0 || r.each % r.supers) return false;
   const int64_t columns = r.each * w->group;
   if (C % columns) return false;
+  if (w->code == Code::kNibble && fields[7] >= 0 && w->zero_point != 0) return false;
   int64_t at = 0;
   Scales &s = r.scale, &m = r.minimum;
   if (!take(fields[8], r.supers, &at, &s.factored, &s.super_type, &s.super_offset) ||

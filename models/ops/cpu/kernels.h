@@ -66,7 +66,7 @@ struct Tiles {
   Activations x;
   int64_t blocks;
   int64_t block;
-  int zero_point;
+  int zero_point;        // 0 where kNibble has minima
   const uint8_t* table;  // of kTable
   float* out;            // [rows, ld]; the first `valid` columns are written
   int64_t ld;

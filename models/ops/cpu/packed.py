@@ -195,8 +195,9 @@ def pack(array: QuantArray, empty: Empty = aligned_empty) -> PackedArray:
     """`array` in the layout of the CPU kernels, exactly; about as many bytes.
 
     Runs in numpy on concrete arrays, whose result goes into buffers from `empty`, and in JAX on
-    traced ones. 4-bit codes in groups that are not whole eights of columns become 8-bit ones, and
-    so do levels that are no table of the kernels (`levels.as_integers`). Raises StokerError if
+    traced ones. 4-bit codes in groups that are not whole eights of columns, or with a zero point
+    beside a minimum, become 8-bit ones, and so do levels that are no table of the kernels
+    (`levels.as_integers`). Raises StokerError if
     `can_pack` is False.
     """
     if not can_pack(array):
@@ -239,9 +240,11 @@ def _pack(xp: ModuleType, leaves: QuantArray, narrow: bool = False) -> PackedArr
     table = tuple(map(int, leaves.levels))
     bits, codes, zero_point = leaves.bits, leaves.codes, leaves.zero_point
     block = block_size(leaves.group, bits)
-    if bits == 4 and block != leaves.group:
+    # Kernels expect no zero point of 4-bit codes that have a minimum.
+    wide = block == 0 or (leaves.minimum is not None and zero_point != 0)
+    if bits == 4 and (wide or block != leaves.group):
         codes = nibbles(xp, codes, leaves.group)
-        if block == 0:
+        if wide:
             bits, block = 8, block_size(leaves.group, 8)
         else:
             halves = codes.reshape(*codes.shape[:-1], -1, 2, block // 2)

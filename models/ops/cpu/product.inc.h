@@ -148,6 +148,7 @@ static void product(const Tiles& tiles) {
   constexpr Type kType = kHalves ? Type::kF16 : Type::kF32;
   constexpr int kVectors = product_vectors(kCode), kAll = kTiles * kVectors;
   using Products = Dot<kCode>;
+  constexpr bool kZeroPoint = !(kCode == Code::kNibble && kMinimum);
   const I table = table_of<kCode>(tiles);
   const int64_t block = tiles.block, bytes = block * kTile / (kByte ? 1 : 2);
   for (int lane = 0; lane < kTile; lane += kVectors * kLanes) {
@@ -162,7 +163,7 @@ static void product(const Tiles& tiles) {
     for (int64_t b = 0, left = tiles.left; b < tiles.blocks; ++b) {
       Products dot[kAll][kCount];
       STOKER_UNROLL for (int t = 0; t < kCount; ++t) {
-        const Products start = Products::start(init[t]);
+        const Products start = Products::start(kZeroPoint ? init[t] : 0);
         STOKER_UNROLL for (int i = 0; i < kAll; ++i) dot[i][t] = start;
       }
       if (block == 32) {  // the common case, unrolled
@@ -181,7 +182,8 @@ static void product(const Tiles& tiles) {
         const F u = set1(unit[t]), all = set1(sum[t]);
         STOKER_UNROLL for (int i = 0; i < kAll; ++i) {
           F& total = sums.total[i][t];
-          total = fma(to_float(Products::end(dot[i][t], init[t])), mul(s[i], u), total);
+          const I sum_of_block = Products::end(dot[i][t], kZeroPoint ? init[t] : 0);
+          total = fma(to_float(sum_of_block), mul(s[i], u), total);
           if constexpr (kMinimum) total = fma(m[i], all, total);
         }
       }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,34 @@ def as_int8(x: np.ndarray, block: int) -> np.ndarray:
 @pytest.mark.parametrize("activations", ACTIVATION_TYPES)
 def test_quantised_weights(name: str, activations: str, isa: str) -> None:
     array = random_quant(name, 37)
+    packed = cpu.pack(array)
+    x = rows(13, array.shape[1])
+    got = cpu.matmul(x, packed, activations=activations, isa=isa)
+    seen = as_int8(x, packed.block) if activations == "int8" else x
+    want = product(seen, dequantize(array))
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "q4_k", "q6_k"])
+def test_the_largest_sums_fit(name: str, isa: str) -> None:
+    """Integer sums of a block are of no more than 16 bits in places."""
+    array = random_quant(name, 37)
+    least, most = (0, 0xFF) if array.bits == 4 else (-128, 127)
+    codes = np.full_like(array.codes, most)
+    codes[::2] = least
+    array = dataclasses.replace(array, codes=codes)
+    signs = np.sign(rows(5, array.shape[1]))
+    signs[0], signs[1] = 1, -1
+    want = product(signs, dequantize(array))
+    got = cpu.matmul(signs, cpu.pack(array), isa=isa)
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activations", ACTIVATION_TYPES)
+def test_a_zero_point_beside_minima(activations: str, isa: str) -> None:
+    array = dataclasses.replace(random_quant("q4_1", 37), zero_point=8)
     packed = cpu.pack(array)
     x = rows(13, array.shape[1])
     got = cpu.matmul(x, packed, activations=activations, isa=isa)
