@@ -40,7 +40,7 @@ class Device:
       slots: rows of the state (S); on a mesh, of each part of its data axis.
       context: most tokens of a sequence.
       n_pages: usable pages of the cache, likewise.
-      end_ids: the model's end tokens, which `min_tokens` holds back.
+      end_ids: the model's end tokens: they end replies, but not before `min_tokens`.
       mesh: what the model is split over, if not on one device.
 
     Attributes:

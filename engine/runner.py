@@ -20,7 +20,7 @@ from .device import DECODE, DECODE_STEPS, PREFILL, SCORE
 from .hosts import new_device
 from .programs import Programs
 from .sampling_params import SamplingParams
-from .sampling_rows import pack_sampling
+from .sampling_rows import pack_ends, pack_sampling
 from .sequences import Plan, Rows
 from .sequences import Sequence as Scheduled
 from .shapes import Shapes
@@ -83,7 +83,7 @@ class Runner:
       slots: rows of the state (S); on a mesh, of each part of its data axis.
       context: most tokens of a sequence.
       n_pages: usable pages of the cache, likewise.
-      end_ids: the model's end tokens, which `min_tokens` holds back.
+      end_ids: the model's end tokens: they end replies, but not before `min_tokens`.
       mesh: what the model is split over, if not on one device.
       team: ties to the other processes, where several run the model.
 
@@ -271,6 +271,7 @@ class Runner:
             "tokens": np.int32(tokens[-1]),
             "lengths": np.int32(cached),
             "history": history,
+            "ends": pack_ends([params], self._end_ids)[0],
             "sampling": jax.tree.map(lambda array: array[0], packed),
         }
         return State(**row)

@@ -77,6 +77,19 @@ def pack_sampling(
     return Sampling(**packed)
 
 
+def pack_ends(requests: Sequence[SamplingParams], end_ids: Sequence[int]) -> np.ndarray:
+    """int32 `[rows, MAX_END_IDS]`: tokens that end each request's reply, padded with -1.
+
+    Of more only so many: the host finds the others.
+    """
+    packed = np.full((len(requests), MAX_END_IDS), -1, np.int32)
+    for row, request in enumerate(requests):
+        own = () if request.ignore_eos else end_ids
+        ends = [*own, *request.stop_ids][:MAX_END_IDS]
+        packed[row, : len(ends)] = ends
+    return packed
+
+
 def idle_sampling(rows: int, vocab_size: int) -> Sampling:
     """Rows of `Sampling` that ask for nothing, for slots without a request."""
     return pack_sampling([SamplingParams(seed=0)] * rows, vocab_size)

@@ -250,7 +250,10 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Puts into the prefix tree what is computed of known tokens, in full pages."""
         Z = self.pages.page_tokens
-        known = min(sequence.computed, len(sequence.tokens))
+        # The newest token of a reply may have ended it: then the device takes no step that would
+        # write its keys, whatever was planned.
+        written = max(sequence.prompt_len, len(sequence.tokens) - 1)
+        known = min(sequence.computed, written)
         while (sequence.n_shared + 1) * Z <= known:
             start = sequence.n_shared * Z
             tokens = tuple(sequence.tokens[start : start + Z])

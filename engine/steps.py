@@ -26,7 +26,7 @@ from ..sharding.collectives import dealt, padded_rows
 from .cache import Cache
 from .sampling import Outputs, choose_split, gather_rows
 from .sampling_params import SamplingParams
-from .sampling_rows import pack_sampling
+from .sampling_rows import pack_ends, pack_sampling
 
 #: In `PrefillBatch.tokens`: the newest token of the slot, which the host may not know yet.
 NEWEST = -1
@@ -41,12 +41,15 @@ class State:
       lengths: int32 `[S]`, tokens in the cache; decoding past the M * Z that a slot's pages hold is
         an error of the CPU kernels, and NaN logits elsewhere.
       history: int32 `[S, C]`, the tokens at each position, for penalties.
+      ends: int32 `[S, E]`, tokens that end the slot's reply, padded with -1: after one of them was
+        chosen, the slot takes no further decode step.
       sampling: how the slot's tokens are chosen.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     history: jax.Array
+    ends: jax.Array
     sampling: ops.Sampling
 
 
@@ -79,8 +82,8 @@ class DecodeBatch:
     Attributes:
       page_table: int32 `[B, M]`.
       slots: int32 `[B]`.
-      limits: int32 `[B]`, tokens in the cache at which a sequence takes no further step: its slot
-        keeps its state, and it writes to the dump page.
+      limits: int32 `[B]`, tokens in the cache at which a sequence takes no further step, as after a
+        token that ends it: its slot keeps its state, and it writes to the dump page.
     """
 
     page_table: jax.Array
@@ -116,15 +119,16 @@ def new_state(
       requests: how each slot's tokens are chosen.
       vocab_size: V.
       context: most tokens that a slot may hold (C).
-      prompt_lens: where each slot's reply begins; 0 if None, which only penalties and `min_tokens`
-        can tell.
-      end_ids: the model's end tokens, for `min_tokens`.
+      prompt_lens: where each slot's reply begins; 0 if None, which only penalties, `min_tokens` and
+        prompts with end tokens can tell.
+      end_ids: the model's end tokens: they end replies, but not before `min_tokens`.
     """
     slots = len(requests)
     return State(
         tokens=jnp.zeros(slots, jnp.int32),
         lengths=jnp.zeros(slots, jnp.int32),
         history=jnp.zeros((slots, context), jnp.int32),
+        ends=jnp.asarray(pack_ends(requests, end_ids)),
         # Copied: what is donated must not be NumPy's memory.
         sampling=jax.tree.map(jnp.array, pack_sampling(requests, vocab_size, prompt_lens, end_ids)),
     )
@@ -246,7 +250,11 @@ def decode_steps(
     top: int = 0,
     steps: int,
 ) -> tuple[Cache, State, Outputs]:
-    """`steps` decode steps without the host; outputs have that axis first."""
+    """`steps` decode steps without the host; outputs have that axis first.
+
+    A sequence that ends before the last of them neither writes nor attends in what remains, and its
+    outputs there mean nothing.
+    """
 
     def body(carry: tuple[Cache, State], _: None) -> tuple[tuple[Cache, State], Outputs]:
         cache, state, outputs = decode(params, *carry, batch, config=config, top=top)
@@ -317,9 +325,13 @@ def _lengthened(state: State, slots: jax.Array, ran: jax.Array, lengths: jax.Arr
 
 
 def _active(state: State, batch: DecodeBatch) -> jax.Array:
-    """bool `[B]`: sequences that are not padding and have not reached their limit."""
+    """bool `[B]`: sequences that are not padding, and have reached neither limit nor end."""
     inside = batch.slots < state.tokens.shape[0]
-    return inside & (_rows_of(state.lengths, batch.slots) < batch.limits)
+    lengths = _rows_of(state.lengths, batch.slots)
+    newest = _rows_of(state.tokens, batch.slots)
+    chosen = lengths >= _rows_of(state.sampling.prompt_lens, batch.slots)
+    ended = chosen & (newest[:, None] == _rows_of(state.ends, batch.slots)).any(axis=-1)
+    return inside & (lengths < batch.limits) & ~ended
 
 
 def _rows_of(array: jax.Array, slots: jax.Array) -> jax.Array:

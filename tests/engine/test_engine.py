@@ -105,6 +105,27 @@ def test_several_steps_at_once_change_nothing(model: Model, alone: Engine) -> No
     assert many.pages.used == 0
 
 
+@pytest.mark.parametrize("decode_steps", [1, 5])
+def test_pages_that_end_with_a_reply(model: Model, alone: Engine, decode_steps: int) -> None:
+    """Keys of a reply's last token are never written: who shares the page must not find it full."""
+    engine = Engine(model, slots=4, context=CONTEXT, shapes=FOUR, decode_steps=decode_steps)
+    tried = 0
+    for length in range(17, 31):
+        prompt = PROMPT[:length]
+        last = 31 - length  # of the reply's tokens, the one that fills the second page
+        (whole,) = alone.generate([prompt], SEEDED)
+        if whole.ids[last] in whole.ids[:last]:
+            continue
+        tried += 1
+        ending = dataclasses.replace(SEEDED, stop_ids=(whole.ids[last],))
+        (reply,) = engine.generate([prompt], ending)
+        assert len(reply.ids) == last + 1
+        longer = prompt + reply.ids + PROMPT[:5]
+        (expected,) = alone.generate([longer], SEEDED)
+        equal(*engine.generate([longer], SEEDED), expected)
+    assert tried > 5
+
+
 def test_choices_of_one_prompt_differ_and_come_back(engine: Engine, alone: Engine) -> None:
     """SMP-12: n replies share the prompt's pages; each has a seed of its own."""
     params = dataclasses.replace(SEEDED, n=4)

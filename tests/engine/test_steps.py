@@ -112,6 +112,39 @@ def test_scan_over_decode_equals_the_engine(config: ModelConfig, temperature: fl
     assert [int(first.tokens[0]), *tokens.tolist()] == expected
 
 
+def test_a_reply_ends_on_the_device(config: ModelConfig) -> None:
+    """After an end token a slot stands still, and its neighbour goes on; in a prompt, none ends."""
+    seeds = [SamplingParams(temperature=1.0, seed=seed) for seed in (11, 12)]
+    table = page_table(2, 8)
+    many = jitted(functools.partial(steps.decode_steps, steps=6), config)
+
+    def run(requests: list[SamplingParams]) -> tuple[np.ndarray, steps.State, tuple]:
+        state = steps.new_state(requests, 512, 256, [len(PROMPT)] * 2)
+        batch = chunk([PROMPT, PROMPT], [0, 0], table)
+        cache, state, first = jitted(steps.prefill, config)(
+            PARAMS, new_cache(config, 16), state, batch
+        )
+        batch = decoding([True, True], table)
+        cache, state, outputs = many(PARAMS, cache, state, batch)
+        return np.stack([first.tokens, *outputs.tokens], axis=1), state, cache
+
+    whole, _, cache = run(seeds)
+    first, second = whole.tolist()
+    assert len(set(first)) == 7
+    ending = dataclasses.replace(seeds[0], stop_ids=(first[3], PROMPT[-1]))
+    tokens, state, stopped = run([ending, seeds[1]])
+    assert tokens[0, :4].tolist() == first[:4] and tokens[1].tolist() == second
+    assert state.tokens.tolist() == [first[3], second[6]]
+    assert state.lengths.tolist() == [len(PROMPT) + 3, len(PROMPT) + 6]
+    # What follows the last token but one is as it was: zeros.
+    page, at = table[0, state.lengths[0] // 16], int(state.lengths[0]) % 16
+    for written, same in zip(jax.tree.leaves(stopped), jax.tree.leaves(cache), strict=True):
+        axis = written.shape[1:].index(16) + 1
+        own, others = (np.moveaxis(np.asarray(array), axis, 1)[page] for array in (written, same))
+        np.testing.assert_array_equal(own[:at], others[:at])
+        assert not own[at:].any() and others[at : at + 3].any()
+
+
 def test_score_leaves_other_slots_alone(config: ModelConfig) -> None:
     table = page_table(2, 8)
     cache, state = new_cache(config, 16), new_state([SamplingParams()] * 2)
