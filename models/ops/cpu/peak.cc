@@ -39,20 +39,28 @@ __attribute__((target("avx512f"))) int64_t Float32Avx512(int64_t rounds, int see
   return rounds * kChains * 32;
 }
 
+// As for nibbles: eight products are summed in 16 bits before they are widened.
 __attribute__((target("avx2"))) int64_t Int8Avx2(int64_t rounds, int seed) {
-  __m256i sums[kChains] = {};
+  constexpr int kNarrow = 8;
+  __m256i sums[kChains / 2] = {}, wide[kChains / 2] = {};
   const __m256i a = _mm256_set1_epi8(static_cast<char>(seed | 1));
-  const __m256i b = _mm256_set1_epi8(static_cast<char>(seed | 2));
+  __m256i b = _mm256_set1_epi8(static_cast<char>(seed | 2));
   const __m256i ones = _mm256_set1_epi16(1);
   for (int64_t i = 0; i < rounds; ++i) {
-    for (__m256i& sum : sums) {
-      __m256i pairs = _mm256_maddubs_epi16(a, b);
-      asm volatile("" : "+x"(pairs));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-      asm volatile("" : "+x"(sum));
+    for (int j = 0; j < kNarrow; ++j) {
+      for (__m256i& sum : sums) {
+        asm volatile("" : "+x"(b));  // or products would be computed once
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, b));
+        asm volatile("" : "+x"(sum));
+      }
+    }
+    for (int c = 0; c < kChains / 2; ++c) {
+      wide[c] = _mm256_add_epi32(wide[c], _mm256_madd_epi16(sums[c], ones));
+      asm volatile("" : "+x"(wide[c]));
+      sums[c] = _mm256_setzero_si256();
     }
   }
-  return rounds * kChains * 64;
+  return rounds * kNarrow * (kChains / 2) * 64;
 }
 
 __attribute__((target("avx2,fma"))) int64_t Float32Avx2(int64_t rounds, int seed) {
