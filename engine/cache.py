@@ -32,21 +32,28 @@ def new_cache(
     """
     split = config.split
 
-    def zeros(pages: PageArray) -> jax.Array:
+    def size(pages: PageArray) -> list[int]:
         sizes = [n_pages + 1, *pages.shape]
         for at, name in enumerate(pages.axes):
             if name == "kv_heads":
                 sizes[at] = config.heads.kv.padded
             elif name is not None:
                 sizes[at] *= split.degree(name)
-        placement = None if mesh is None else NamedSharding(mesh, split.spec(pages.axes))
-        return jnp.zeros(sizes, pages.dtype, device=placement)
+        return sizes
 
-    page_tokens = page_tokens or tokens_of_page(config.kernels)
-    return tuple(
-        tuple(zeros(pages) for pages in layer_pages(config, page_tokens))
-        for _ in range(config.n_layers)
+    def place(pages: PageArray) -> NamedSharding | None:
+        return None if mesh is None else NamedSharding(mesh, split.spec(pages.axes))
+
+    layer = layer_pages(config, page_tokens or tokens_of_page(config.kernels))
+    # One program, which is compiled sooner than one for each shape.
+    zeros = jax.jit(
+        lambda: tuple(
+            tuple(jnp.zeros(size(pages), pages.dtype) for pages in layer)
+            for _ in range(config.n_layers)
+        ),
+        out_shardings=(tuple(map(place, layer)),) * config.n_layers,
     )
+    return zeros()
 
 
 def token_bytes(config: ModelConfig) -> int:

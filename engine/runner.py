@@ -147,7 +147,7 @@ class Runner:
         row = self._state_row([0], 0, 0, SamplingParams(seed=0))
         self.device.admit(0, row)
         if prompt_len is not None:
-            self._warm_decode(shapes.decode[0], repeat)
+            self._warm_decode(shapes.decode[0], repeat, alone=prompt_len > 1)
             most = shapes.step_tokens
             for n_rows in {min(prompt_len, most), prompt_len % most} - {0}:
                 self._warm_prefill(*shapes.fit_prefill(n_rows, 1))
@@ -163,9 +163,11 @@ class Runner:
                 advance(done + 1, len(jobs))
         self.device.seal()
 
-    def _warm_decode(self, size: int, repeat: int) -> None:
+    def _warm_decode(self, size: int, repeat: int, *, alone: bool = False) -> None:
+        """With `alone`, nothing ever waits while replies go on."""
         batch = self._decode_batch(self._idle, size)
-        self.device.prepare(DECODE, batch)
+        if repeat == 1 or not alone:
+            self.device.prepare(DECODE, batch)
         if repeat > 1:
             self.device.prepare(DECODE_STEPS, batch, repeat)
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from ..models import ops
@@ -124,14 +126,15 @@ def new_state(
       end_ids: the model's end tokens: they end replies, but not before `min_tokens`.
     """
     slots = len(requests)
-    return State(
-        tokens=jnp.zeros(slots, jnp.int32),
-        lengths=jnp.zeros(slots, jnp.int32),
-        history=jnp.zeros((slots, context), jnp.int32),
-        ends=jnp.asarray(pack_ends(requests, end_ids)),
-        # Copied: what is donated must not be NumPy's memory.
-        sampling=jax.tree.map(jnp.array, pack_sampling(requests, vocab_size, prompt_lens, end_ids)),
-    )
+    arrays: dict[str, Any] = {
+        "tokens": np.zeros(slots, np.int32),
+        "lengths": np.zeros(slots, np.int32),
+        "history": np.zeros((slots, context), np.int32),
+        "ends": pack_ends(requests, end_ids),
+        "sampling": pack_sampling(requests, vocab_size, prompt_lens, end_ids),
+    }
+    # What is donated must not be NumPy's memory. One program, for each would take time to compile.
+    return jax.jit(lambda state: jax.tree.map(jnp.copy, state))(State(**arrays))
 
 
 def admit(state: State, slot: jax.Array, row: State) -> State:

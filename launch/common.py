@@ -14,6 +14,7 @@ from absl import flags
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from ..engine.accounting import weight_bytes
 from ..engine.engine import Engine
 from ..engine.sampling_params import SamplingParams
 from ..engine.shapes import Shapes
@@ -30,6 +31,10 @@ from .meshes import define_mesh_flags, given_mesh
 SMALLEST_CONTEXT = 1024
 #: Few shapes, since a command that serves one sequence compiles them while somebody waits.
 ONE_SEQUENCE = Shapes(decode=(1,), rows=(16, 64, 256), sequences=(1,), score=64)
+#: Weights read between two sights of the text: less than 1/30 s on a computer with two cores.
+BURST_BYTES = 1 << 29
+#: More steps at once save hardly more of the host's work.
+MOST_STEPS = 4
 #: Bytes of compiled programs to keep.
 PROGRAMS_BYTES = 1 << 30
 
@@ -227,7 +232,7 @@ def cache_programs(values: flags.FlagValues) -> None:
     warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation")
     if os.access(folder, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
         jax.config.update("jax_compilation_cache_max_size", PROGRAMS_BYTES)
 
 
@@ -243,7 +248,15 @@ def new_engine(values: flags.FlagValues, model: Model, needed: int) -> Engine:
     context = values.context
     if context is None:
         context = min(round_context(needed), model.config.max_positions)
-    return Engine(model, slots=1, context=context, shapes=ONE_SEQUENCE)
+    return Engine(
+        model, slots=1, context=context, shapes=ONE_SEQUENCE, decode_steps=_steps_at_once(model)
+    )
+
+
+def _steps_at_once(model: Model) -> int:
+    """Decode steps for each dispatch to one reader: so few that text does not come in bursts."""
+    step = weight_bytes(model.config, model.params).read(1)
+    return max(1, min(MOST_STEPS, BURST_BYTES // int(step)))
 
 
 def round_context(needed: int) -> int:

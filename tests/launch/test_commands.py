@@ -11,12 +11,14 @@ import subprocess
 import sys
 
 import pytest
+from absl.flags import FlagValues
 from commands import run
 from gguf_files import Tiny, write_gguf
 
+from stoker.engine.accounting import WeightBytes
 from stoker.engine.engine import Engine
 from stoker.engine.sampling_params import SamplingParams
-from stoker.launch import chat, cli, convert, generate, inspect, score
+from stoker.launch import chat, cli, common, convert, generate, inspect, score
 from stoker.models.loading import load_model
 
 
@@ -81,6 +83,37 @@ def test_stats_add_up(capsys, model: str) -> None:
     assert status == 0
     for word in ("load", "first token", "tok/s", "weights", "KV read", "GB/s", "peak memory"):
         assert word in err
+
+
+@pytest.mark.parametrize("prompt_len", [1, 2, 100])
+def test_one_reader_of_a_small_model(model: str, prompt_len: int) -> None:
+    """Some steps at once, what is compiled beforehand is all that a reply takes, and no more."""
+    values = FlagValues()
+    generate.define_flags(values)
+    values(["stoker"])
+    engine = common.new_engine(values, load_model(model), 512)
+    engine.warmup(prompt_len)
+    programs = engine.runner.programs.compilations
+    before = {program.step for program in programs}
+    assert "decode_steps" in before and ("decode" in before) == (prompt_len == 1)
+    ready = len(programs)
+    reply = engine.generate([[5] * prompt_len], SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    assert len(reply.ids) == 30 and len(programs) == ready
+
+
+@pytest.mark.parametrize("megabytes, steps", [(1, 4), (150, 3), (400, 1), (4000, 1)])
+def test_text_of_large_models_does_not_come_in_bursts(
+    monkeypatch: pytest.MonkeyPatch, model: str, megabytes: int, steps: int
+) -> None:
+    weights = WeightBytes(megabytes * 1e6, 0, 0, 0, 0)
+    monkeypatch.setattr(common, "weight_bytes", lambda *_: weights)
+    made = []
+    monkeypatch.setattr(common, "Engine", lambda *_, **options: made.append(options))
+    values = FlagValues()
+    generate.define_flags(values)
+    values(["stoker"])
+    common.new_engine(values, load_model(model), 512)
+    assert made[0]["decode_steps"] == steps
 
 
 def test_prompt_from_standard_input(capsys, monkeypatch, model: str) -> None:
