@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from ..models.config import ModelConfig
 from ..models.pages import PageArray, layer_pages, layer_token_bytes
@@ -32,28 +36,31 @@ def new_cache(
     """
     split = config.split
 
-    def size(pages: PageArray) -> list[int]:
+    def size(pages: PageArray) -> tuple[int, ...]:
         sizes = [n_pages + 1, *pages.shape]
         for at, name in enumerate(pages.axes):
             if name == "kv_heads":
                 sizes[at] = config.heads.kv.padded
             elif name is not None:
                 sizes[at] *= split.degree(name)
-        return sizes
+        return tuple(sizes)
 
     def place(pages: PageArray) -> NamedSharding | None:
         return None if mesh is None else NamedSharding(mesh, split.spec(pages.axes))
 
-    layer = layer_pages(config, page_tokens or tokens_of_page(config.kernels))
-    # One program, which is compiled sooner than one for each shape.
-    zeros = jax.jit(
-        lambda: tuple(
-            tuple(jnp.zeros(size(pages), pages.dtype) for pages in layer)
-            for _ in range(config.n_layers)
-        ),
-        out_shardings=(tuple(map(place, layer)),) * config.n_layers,
-    )
-    return zeros()
+    page_tokens = page_tokens or tokens_of_page(config.kernels)
+    layer = [
+        _zeros(size(pages), pages.dtype, place(pages)) for pages in layer_pages(config, page_tokens)
+    ]
+    return tuple(tuple(zeros() for zeros in layer) for _ in range(config.n_layers))
+
+
+@functools.lru_cache
+def _zeros(
+    shape: tuple[int, ...], dtype: DTypeLike, place: NamedSharding | None
+) -> Callable[[], jax.Array]:
+    """Makes such an array: one small program, where `jnp.zeros` compiles two."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=place)
 
 
 def token_bytes(config: ModelConfig) -> int:

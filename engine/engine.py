@@ -55,6 +55,7 @@ class Engine:
 
     Attributes:
       context, slots, n_pages: as reserved.
+      decode_steps: as given.
       shapes: what steps are compiled for.
       stats: counters.
 
@@ -95,7 +96,7 @@ class Engine:
         self.shapes.check(slots)
         self.n_pages = choose_pages(config, slots, context, pages, kv_bytes)
         self.stats = EngineStats()
-        self._decode_steps = decode_steps
+        self.decode_steps = decode_steps
         self._tokenizer = model.tokenizer
         self._end_ids = frozenset(model.tokenizer.stop_ids) if model.tokenizer else frozenset()
         self._parts = Parts(
@@ -164,7 +165,7 @@ class Engine:
 
         With `prompt_len`, only what one prompt of so many tokens takes on its own.
         """
-        self.runner.warmup(self._decode_steps, prompt_len, advance)
+        self.runner.warmup(self.decode_steps, prompt_len, advance)
 
     @property
     def compile_s(self) -> float:

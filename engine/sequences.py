@@ -24,7 +24,7 @@ class Sequence:
       scored: every prompt token's log-probability is wanted, so each is run by a score step.
       slot: its row of the device's state while it runs; else `NO_SLOT`.
       computed: tokens whose keys and values are in the cache, or will be once the steps that were
-        planned have run.
+        planned have run, unless the reply ends before.
       pending: tokens that planned steps sample and that are not known here yet.
       pages: of its cache, in order.
       cached: prompt tokens whose computation the prefix cache saved, before any preemption.

@@ -21,7 +21,8 @@ class EngineStats:
       prompt_tokens: run or found in the prefix cache, the latter counted in `cached_tokens` too.
       cached_tokens: prompt tokens whose computation the prefix cache saved.
       generated_tokens: that became part of replies.
-      surplus_tokens: sampled, and discarded because the reply had ended.
+      surplus_tokens: planned, and discarded or never sampled because the reply had ended; what they
+        would have read and run is counted all the same.
       weight_bytes: of weights that steps had to read, by `step_cost`.
       kv_bytes: of keys and values that they had to read and write.
       preemptions: sequences that gave up their pages.

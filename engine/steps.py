@@ -133,8 +133,13 @@ def new_state(
         "ends": pack_ends(requests, end_ids),
         "sampling": pack_sampling(requests, vocab_size, prompt_lens, end_ids),
     }
-    # What is donated must not be NumPy's memory. One program, for each would take time to compile.
-    return jax.jit(lambda state: jax.tree.map(jnp.copy, state))(State(**arrays))
+    return _copied(State(**arrays))
+
+
+@jax.jit
+def _copied(state: State) -> State:
+    """In memory of JAX's own: what is donated must not be NumPy's. One program for all arrays."""
+    return jax.tree.map(jnp.copy, state)
 
 
 def admit(state: State, slot: jax.Array, row: State) -> State:

@@ -21,7 +21,10 @@ def reply_stats(engine: Engine, reply: Reply, limit: tuple[float, str]) -> dict[
     context = tokens + len(reply.ids) / 2
     model = engine.model
     cost = step_cost(model.config, model.params, [context])
-    seconds = reply.tpot_s or None
+    # Steps come in bursts, whose last may have gone on after the end of the reply.
+    tokens_after = max(len(reply.ids) - 1, 1)
+    steps = -(-tokens_after // engine.decode_steps) * engine.decode_steps
+    seconds = (reply.tpot_s or 0.0) * tokens_after / steps or None
     bandwidth, source = limit[0] * devices_at_once(model), limit[1]
     achieved = cost.bytes / seconds if seconds else None
     return {
@@ -30,7 +33,7 @@ def reply_stats(engine: Engine, reply: Reply, limit: tuple[float, str]) -> dict[
         "prompt_tokens": tokens,
         "reused_tokens": reply.cached_tokens,
         "ttft_s": reply.times.ttft_s,
-        "decode_tok_s": 1 / seconds if seconds else 0.0,
+        "decode_tok_s": 1 / reply.tpot_s if reply.tpot_s else 0.0,
         "step_bytes": {
             "weights": round(cost.weights),
             "kv_read": round(cost.kv_read),

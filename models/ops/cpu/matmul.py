@@ -12,7 +12,7 @@ from ...config import ACTIVATION_TYPES, ACTIVATIONS
 from ...errors import StokerError
 from ...quantized import QuantArray, dequantize
 from .library import ISAS, load, why_unavailable
-from .packed import PackedArray
+from .packed import MAX_BLOCK, PackedArray
 
 #: What the kernels multiply with as it is, and what products take.
 Readable = jax.Array | PackedArray
@@ -179,6 +179,13 @@ def check_weight(weight: Readable, columns: tuple[int, ...], groups: tuple[int, 
         raise StokerError(
             f"packed weight of shape {list(weight.shape)} has records of {bits} bits to a code, "
             f"not {weight.bits}; pack it with stoker.models.ops.cpu.pack"
+        )
+    beside = bits == 4 and weight.record.minimum.count and weight.zero_point
+    if beside or weight.block > MAX_BLOCK:
+        raise StokerError(
+            f"packed weight of shape {list(weight.shape)} has blocks of {weight.block} columns and "
+            f"zero point {weight.zero_point}; kernels take blocks up to {MAX_BLOCK}, and no zero "
+            "point beside minima of 4-bit codes; pack it with stoker.models.ops.cpu.pack"
         )
 
 

@@ -90,7 +90,7 @@ class PackedArray(LogicalArray):
       payload: uint8 `[R/16, records, bytes of a record]`.
       record: what a record holds.
       bits: 4 or 8.
-      zero_point: what is subtracted from an unsigned code.
+      zero_point: what is subtracted from an unsigned code; 0 where 4-bit codes have minima.
       group: columns that share a scale.
       block: columns that share an activation scale; divides `group`.
       padding: rows of the last tile that are none.

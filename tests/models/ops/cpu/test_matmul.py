@@ -242,6 +242,11 @@ def test_wrong_arguments_are_named() -> None:
         cpu.matmul(jnp.zeros((1, 96)), packed, isa="sse9")
     with pytest.raises(StokerError, match=r"\[16, 96\] has records of 4 bits to a code, not 8"):
         cpu.matmul(jnp.zeros((1, 96)), packed.replace(bits=8))
+    with pytest.raises(StokerError, match=r"blocks of 96 columns.*kernels take blocks up to 32"):
+        cpu.matmul(jnp.zeros((1, 96)), packed.replace(block=96))
+    with pytest.raises(StokerError, match=r"zero point 8; .* no zero point beside minima"):
+        least = cpu.pack(random_quant("q4_1", 16)).replace(zero_point=8)
+        cpu.matmul(jnp.zeros((1, 160)), least)
 
 
 # Three records of 32 columns: sixteen halves, then codes of 4 bits.
