@@ -14,6 +14,7 @@ from tiny import KERNELS, TINY, random_params, tiny_model, variant
 from stoker.engine import steps
 from stoker.engine.cache import new_cache
 from stoker.engine.engine import Engine
+from stoker.engine.pages import pages_for
 from stoker.engine.programs import Programs, cache_copies, compile_step
 from stoker.engine.sampling_params import SamplingParams
 from stoker.models.config import ModelConfig
@@ -113,7 +114,7 @@ def test_scan_over_decode_equals_the_engine(config: ModelConfig, temperature: fl
 
 
 def test_a_reply_ends_on_the_device(config: ModelConfig) -> None:
-    """After an end token a slot stands still, and its neighbour goes on; in a prompt, none ends."""
+    """After an end token a slot stands still, and its neighbour goes on."""
     seeds = [SamplingParams(temperature=1.0, seed=seed) for seed in (11, 12)]
     table = page_table(2, 8)
     many = jitted(functools.partial(steps.decode_steps, steps=6), config)
@@ -131,7 +132,7 @@ def test_a_reply_ends_on_the_device(config: ModelConfig) -> None:
     whole, _, cache = run(seeds)
     first, second = whole.tolist()
     assert len(set(first)) == 7
-    ending = dataclasses.replace(seeds[0], stop_ids=(first[3], PROMPT[-1]))
+    ending = dataclasses.replace(seeds[0], stop_ids=(first[3],))
     tokens, state, stopped = run([ending, seeds[1]])
     assert tokens[0, :4].tolist() == first[:4] and tokens[1].tolist() == second
     assert state.tokens.tolist() == [first[3], second[6]]
@@ -143,6 +144,24 @@ def test_a_reply_ends_on_the_device(config: ModelConfig) -> None:
         own, others = (np.moveaxis(np.asarray(array), axis, 1)[page] for array in (written, same))
         np.testing.assert_array_equal(own[:at], others[:at])
         assert not own[at:].any() and others[at : at + 3].any()
+
+
+def test_an_end_token_of_the_prompt_ends_nothing(config: ModelConfig) -> None:
+    """A prompt whose last token alone is left goes through `decode`."""
+    ending = SamplingParams(stop_ids=(PROMPT[-1],))
+    _, cache = prompt_logits(PARAMS, config, PROMPT[:-1], 64)
+    batch = decoding([True], page_table(1, pages_for(len(PROMPT) + 63)))
+    found = []
+    for prompt_len in (len(PROMPT), 0):  # then as if the token had been chosen
+        state = steps.new_state([ending], 512, 256, [prompt_len])
+        state = dataclasses.replace(
+            state,
+            tokens=np.array(PROMPT[-1:], np.int32),
+            lengths=np.array([len(PROMPT) - 1], np.int32),
+        )
+        _, state, _ = jitted(steps.decode, config)(PARAMS, cache, state, batch)
+        found.append(int(state.lengths[0]))
+    assert found == [len(PROMPT), len(PROMPT) - 1]
 
 
 def test_score_leaves_other_slots_alone(config: ModelConfig) -> None:

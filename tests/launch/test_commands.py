@@ -85,13 +85,18 @@ def test_stats_add_up(capsys, model: str) -> None:
         assert word in err
 
 
-@pytest.mark.parametrize("prompt_len", [1, 2, 100])
-def test_one_reader_of_a_small_model(model: str, prompt_len: int) -> None:
-    """Some steps at once, what is compiled beforehand is all that a reply takes, and no more."""
+def engine_of(model: str) -> Engine:
+    """As `stoker generate` makes it, without further flags."""
     values = FlagValues()
     generate.define_flags(values)
     values(["stoker"])
-    engine = common.new_engine(values, load_model(model), 512)
+    return common.new_engine(values, load_model(model), 512)
+
+
+@pytest.mark.parametrize("prompt_len", [1, 2, 100])
+def test_one_reader_of_a_small_model(model: str, prompt_len: int) -> None:
+    """Some steps at once, what is compiled beforehand is all that a reply takes, and no more."""
+    engine = engine_of(model)
     engine.warmup(prompt_len)
     programs = engine.runner.programs.compilations
     before = {program.step for program in programs}
@@ -109,10 +114,7 @@ def test_text_of_large_models_does_not_come_in_bursts(
     monkeypatch.setattr(common, "weight_bytes", lambda *_: weights)
     made = []
     monkeypatch.setattr(common, "Engine", lambda *_, **options: made.append(options))
-    values = FlagValues()
-    generate.define_flags(values)
-    values(["stoker"])
-    common.new_engine(values, load_model(model), 512)
+    engine_of(model)
     assert made[0]["decode_steps"] == steps
 
 

@@ -13,7 +13,7 @@ from quantised import FORMATS, random_quant
 from stoker.models.config import ACTIVATION_TYPES
 from stoker.models.errors import StokerError
 from stoker.models.ops import cpu
-from stoker.models.quantized import dequantize
+from stoker.models.quantized import QuantArray, dequantize
 
 LIBRARY = cpu.load()
 assert LIBRARY is not None, cpu.why_unavailable()
@@ -36,17 +36,20 @@ def as_int8(x: np.ndarray, block: int) -> np.ndarray:
     return (codes.astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
 
 
+def check(array: QuantArray, x: np.ndarray, activations: str, isa: str) -> None:
+    packed = cpu.pack(array)
+    got = cpu.matmul(x, packed, activations=activations, isa=isa)
+    seen = as_int8(x, packed.block) if activations == "int8" else x
+    want = product(seen, dequantize(array))
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("activations", ACTIVATION_TYPES)
 def test_quantised_weights(name: str, activations: str, isa: str) -> None:
     array = random_quant(name, 37)
-    packed = cpu.pack(array)
-    x = rows(13, array.shape[1])
-    got = cpu.matmul(x, packed, activations=activations, isa=isa)
-    seen = as_int8(x, packed.block) if activations == "int8" else x
-    want = product(seen, dequantize(array))
-    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+    check(array, rows(13, array.shape[1]), activations, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -60,21 +63,14 @@ def test_the_largest_sums_fit(name: str, isa: str) -> None:
     array = dataclasses.replace(array, codes=codes)
     signs = np.sign(rows(5, array.shape[1]))
     signs[0], signs[1] = 1, -1
-    want = product(signs, dequantize(array))
-    got = cpu.matmul(signs, cpu.pack(array), isa=isa)
-    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+    check(array, signs, "int8", isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activations", ACTIVATION_TYPES)
 def test_a_zero_point_beside_minima(activations: str, isa: str) -> None:
     array = dataclasses.replace(random_quant("q4_1", 37), zero_point=8)
-    packed = cpu.pack(array)
-    x = rows(13, array.shape[1])
-    got = cpu.matmul(x, packed, activations=activations, isa=isa)
-    seen = as_int8(x, packed.block) if activations == "int8" else x
-    want = product(seen, dequantize(array))
-    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+    check(array, rows(13, array.shape[1]), activations, isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)
