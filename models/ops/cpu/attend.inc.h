@@ -10,6 +10,22 @@ STOKER_INLINE F load_head(const T* p, int64_t n) {
   return n >= kLanes ? Element<T>::get(p) : Element<T>::get_n(p, n);
 }
 
+// Vectors of neighbouring keys or values that are read at once, in an order that `put` undoes.
+template <typename T>
+struct Run {
+  static constexpr int kVectors = 1;
+  STOKER_INLINE void get(const T* p, F* x) { x[0] = Element<T>::get(p); }
+  STOKER_INLINE void get_sums(const float* p, F* x) { x[0] = load(p); }
+  STOKER_INLINE void put(const F* x, float* p) { store(p, x[0]); }
+};
+template <>
+struct Run<Bf16> {
+  static constexpr int kVectors = kWidened;
+  STOKER_INLINE void get(const Bf16* p, F* x) { widen(&p->bits, x); }
+  STOKER_INLINE void get_sums(const float* p, F* x) { take_apart(p, x); }
+  STOKER_INLINE void put(const F* x, float* p) { put_together(x, p); }
+};
+
 // `n` rows of `width` elements, `step` apart, as floats without gaps; width is whole vectors.
 template <typename T>
 static void widen(const void* from, int64_t n, int64_t step, int64_t width, float* to) {
@@ -27,6 +43,7 @@ static void widen(const void* from, int64_t n, int64_t step, int64_t width, floa
 template <typename T, int kVectors, int kCount>
 static void score_block(const float* q, int64_t H, const void* const* blocks, int64_t step,
                         int64_t key, float* scores) {
+  constexpr int kRun = Run<T>::kVectors;
   F total[kCount][kVectors];
   const T* column[kVectors];
   STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -35,16 +52,20 @@ static void score_block(const float* q, int64_t H, const void* const* blocks, in
     STOKER_UNROLL for (int r = 0; r < kCount; ++r) total[r][v] = zero();
   }
   for (int64_t h = 0; h < H; ++h) {
-    F k[kVectors];
-    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) k[v] = Element<T>::get(column[v] + h * step);
-    STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-      const F x = set1(q[r * H + h]);
-      STOKER_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = fma(x, k[v], total[r][v]);
+    STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
+      F k[kRun];
+      Run<T>::get(column[v] + h * step, k);
+      STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+        const F x = set1(*again(q + r * H + h));
+        STOKER_UNROLL for (int i = 0; i < kRun; ++i) {
+          total[r][v + i] = fma(x, k[i], total[r][v + i]);
+        }
+      }
     }
   }
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
-      store(scores + r * kSpan + key + v * kLanes, total[r][v]);
+    STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
+      Run<T>::put(&total[r][v], scores + r * kSpan + key + v * kLanes);
     }
   }
 }
@@ -107,56 +128,85 @@ static void soften(float* scores, int64_t keys, int64_t low, int64_t high, float
   *total_out = reduce_add(total);
 }
 
-// Adds values[from, to) times the weights of kCount rows to kVectors vectors of their sums; with
-// one vector only its first `width` lanes.
+// Calls body(row, key) for values[from, to).
+template <typename T, typename Body>
+STOKER_INLINE void by_values(const void* const* blocks, int64_t from, int64_t to, int64_t H,
+                             const Body& body) {
+  for (int64_t key = from; key < to;) {
+    const T* row = static_cast<const T*>(blocks[key / kKeys]) + key % kKeys * H;
+    const int64_t end = std::min(to, (key / kKeys + 1) * kKeys);
+    for (; key < end; ++key, row += H) body(row, key);
+  }
+}
+
+// Adds values[from, to) times the weights of kCount rows to kVectors vectors of their sums, `skip`
+// columns on.
 template <typename T, int kCount, int kVectors>
 static void weigh_block(const float* weights, const void* const* blocks, int64_t skip, int64_t from,
-                        int64_t to, bool resume, int64_t width, int64_t H, float* out) {
-  constexpr bool kPart = kVectors == 1;
+                        int64_t to, bool resume, int64_t H, float* out) {
+  constexpr int kRun = Run<T>::kVectors;
   F total[kCount][kVectors];
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
-      const float* old = out + r * H + v * kLanes;
-      total[r][v] = !resume ? zero() : kPart ? load_n(old, width) : load(old);
-    }
-  }
-  for (int64_t key = from; key < to;) {
-    const T* row = static_cast<const T*>(blocks[key / kKeys]) + key % kKeys * H + skip;
-    const int64_t end = std::min(to, (key / kKeys + 1) * kKeys);
-    for (; key < end; ++key, row += H) {
-      F x[kVectors];
-      STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
-        x[v] = load_head(row + v * kLanes, kPart ? width : kLanes);
-      }
-      STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-        const F w = set1(weights[r * kSpan + key]);
-        STOKER_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = fma(w, x[v], total[r][v]);
-      }
-    }
-  }
-  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
-      float* to_row = out + r * H + v * kLanes;
-      if (kPart) {
-        store_n(to_row, total[r][v], width);
+    STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
+      if (resume) {
+        Run<T>::get_sums(out + r * H + skip + v * kLanes, &total[r][v]);
       } else {
-        store(to_row, total[r][v]);
+        STOKER_UNROLL for (int i = 0; i < kRun; ++i) total[r][v + i] = zero();
       }
+    }
+  }
+  by_values<T>(blocks, from, to, H, [&](const T* row, int64_t key) {
+    STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
+      F x[kRun];
+      Run<T>::get(row + skip + v * kLanes, x);
+      STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+        const F w = set1(*again(weights + r * kSpan + key));
+        STOKER_UNROLL for (int i = 0; i < kRun; ++i) {
+          total[r][v + i] = fma(w, x[i], total[r][v + i]);
+        }
+      }
+    }
+  });
+  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+    STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
+      Run<T>::put(&total[r][v], out + r * H + skip + v * kLanes);
     }
   }
 }
 
-// The same for all H columns.
+// The same for a vector of `width` columns.
 template <typename T, int kCount>
-static void weigh_rows(const float* weights, const void* const* blocks, int64_t from, int64_t to,
-                       bool resume, int64_t H, float* out) {
-  int64_t h = 0;
-  for (; h + kScoreVectors * kLanes <= H; h += kScoreVectors * kLanes) {
-    weigh_block<T, kCount, kScoreVectors>(weights, blocks, h, from, to, resume, kLanes, H, out + h);
+static void weigh_part(const float* weights, const void* const* blocks, int64_t skip, int64_t from,
+                       int64_t to, bool resume, int64_t width, int64_t H, float* out) {
+  F total[kCount];
+  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+    total[r] = resume ? load_n(out + r * H + skip, width) : zero();
   }
-  for (; h < H; h += kLanes) {
-    weigh_block<T, kCount, 1>(weights, blocks, h, from, to, resume,
-                              std::min<int64_t>(kLanes, H - h), H, out + h);
+  by_values<T>(blocks, from, to, H, [&](const T* row, int64_t key) {
+    const F x = load_head(row + skip, width);
+    STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+      total[r] = fma(set1(weights[r * kSpan + key]), x, total[r]);
+    }
+  });
+  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+    store_n(out + r * H + skip, total[r], width);
+  }
+}
+
+// The same for columns [h, H).
+template <typename T, int kCount, int kVectors = score_vectors(kCount)>
+static void weigh_rows(const float* weights, const void* const* blocks, int64_t from, int64_t to,
+                       bool resume, int64_t H, float* out, int64_t h = 0) {
+  for (; h + kVectors * kLanes <= H; h += kVectors * kLanes) {
+    weigh_block<T, kCount, kVectors>(weights, blocks, h, from, to, resume, H, out);
+  }
+  if constexpr (kVectors > Run<T>::kVectors) {
+    weigh_rows<T, kCount, kVectors / 2>(weights, blocks, from, to, resume, H, out, h);
+  } else {
+    for (; h < H; h += kLanes) {
+      weigh_part<T, kCount>(weights, blocks, h, from, to, resume, std::min<int64_t>(kLanes, H - h),
+                            H, out);
+    }
   }
 }
 
@@ -199,7 +249,6 @@ struct Heads {
 template <typename T, bool kWide>
 struct Round : Heads<T> {
   using Heads<T>::kLength, Heads<T>::tile;
-  static constexpr int kVectors = std::min(kScoreVectors, kLength / kLanes);
   using Read = std::conditional_t<kWide, float, T>;
   alignas(64) float wide[kWide ? kMaxHead * kLength : 1];
   const void* blocks[kSpan / kKeys];
@@ -226,22 +275,25 @@ struct Round : Heads<T> {
   void score(int64_t head, int64_t key, float* scores) {
     if (tile.key_step == 0) {
       take(tile.k, head, key, false);  // they lie as values do
-      for (int64_t at = key; at < key + kLength; at += kScoreVectors) {
-        by_rows(tile.rows, [&](int64_t r, auto count) {
-          score_tokens<Read, kScoreVectors, decltype(count)::value>(
-              tile.q + (head * tile.rows + r) * tile.H, tile.H, blocks, at, scores + r * kSpan);
-        });
-      }
+      by_rows(tile.rows, [&](int64_t r, auto count) {
+        constexpr int kCount = decltype(count)::value, kTokens = score_vectors(kScoreRows);
+        const float* q = tile.q + (head * tile.rows + r) * tile.H;
+        for (int64_t at = key; at < key + kLength; at += kTokens) {
+          score_tokens<Read, kTokens, kCount>(q, tile.H, blocks, at, scores + r * kSpan);
+        }
+      });
       return;
     }
     const int64_t step = kWide ? kKeys : tile.key_step;
     take(tile.k, head, key, true);
-    for (int64_t at = key; at < key + kLength; at += kVectors * kLanes) {
-      by_rows(tile.rows, [&](int64_t r, auto count) {
-        score_block<Read, kVectors, decltype(count)::value>(
-            tile.q + (head * tile.rows + r) * tile.H, tile.H, blocks, step, at, scores + r * kSpan);
-      });
-    }
+    by_rows(tile.rows, [&](int64_t r, auto count) {
+      constexpr int kCount = decltype(count)::value;
+      constexpr int kVectors = std::min(score_vectors(kCount), kLength / kLanes);
+      const float* q = tile.q + (head * tile.rows + r) * tile.H;
+      for (int64_t at = key; at < key + kLength; at += kVectors * kLanes) {
+        score_block<Read, kVectors, kCount>(q, tile.H, blocks, step, at, scores + r * kSpan);
+      }
+    });
   }
 
   void weigh(int64_t head, int64_t key, int64_t from, int64_t to, const float* scores) {

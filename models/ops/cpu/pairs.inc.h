@@ -194,9 +194,10 @@ struct PairRound : Heads<Bf16> {
   void score(int64_t head, int64_t key, float* scores) {
     take(tile.k, head, key);
     if (tile.key_step == 0) {
-      for (int64_t at = 0; at < kLength; at += kScoreVectors) {
+      constexpr int kTokens = score_vectors(kScoreRows);
+      for (int64_t at = 0; at < kLength; at += kTokens) {
         by_rows(tile.rows, [&](int64_t r, auto count) {
-          score_token_pairs<kScoreVectors, decltype(count)::value>(
+          score_token_pairs<kTokens, decltype(count)::value>(
               q + (head * tile.rows + r) * tile.H, tile.H, blocks[at / kKeys] + at % kKeys * tile.H,
               scores + r * kSpan + key + at);
         });

@@ -7,7 +7,8 @@ constexpr int kProductTiles = 1;  // tiles whose sums fit the registers at once
 constexpr int product_vectors(Code code) { return code == Code::kByte ? 1 : 2; }
 constexpr bool kReadsHalves = true;
 constexpr int kScoreRows = 6;
-constexpr int kScoreVectors = 2;
+// Few rows take more vectors: a sum waits four cycles for its last addition.
+constexpr int score_vectors(int rows) { return rows > 3 ? 2 : rows > 1 ? 4 : 8; }
 using F = __m256;
 using I = __m256i;
 
@@ -25,6 +26,11 @@ STOKER_INLINE void prefetch_to_write(const void* p) {
 STOKER_INLINE F zero() { return _mm256_setzero_ps(); }
 STOKER_INLINE F set1(float x) { return _mm256_set1_ps(x); }
 STOKER_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
+// Where a number is, to be loaded once more: there are no registers in which to keep it.
+STOKER_INLINE const float* again(const float* p) {
+  asm volatile("" : "+r"(p));
+  return p;
+}
 STOKER_INLINE F load_n(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
 STOKER_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }
 // Masked stores are slow, and most are of whole vectors.
@@ -102,8 +108,10 @@ STOKER_INLINE I where_nan(I bits, I x, I other) {
 }
 STOKER_INLINE void store_low_words_n(uint16_t* p, I x, int64_t n) {
   const __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+  const __m128i packed = _mm_packus_epi32(low, high);
+  if (n >= kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
   uint16_t words[8];
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(words), _mm_packus_epi32(low, high));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(words), packed);
   std::memcpy(p, words, static_cast<size_t>(n) * sizeof(uint16_t));
 }
 template <typename Op>
@@ -190,6 +198,24 @@ STOKER_INLINE F widen_bf16(__m128i x) {
 }
 STOKER_INLINE F load_bf16(const uint16_t* p) {
   return widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+// Sixteen at once are cheaper: the even ones are shifted, the odd ones masked.
+constexpr int kWidened = 2;
+STOKER_INLINE void widen(const uint16_t* p, F* x) {
+  const I words = load_bytes(reinterpret_cast<const uint8_t*>(p));
+  x[0] = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+  x[1] = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(-0x10000)));
+}
+STOKER_INLINE void take_apart(const float* p, F* x) {
+  const F a = load(p), b = load(p + kLanes);
+  const F low = _mm256_permute2f128_ps(a, b, 0x20), high = _mm256_permute2f128_ps(a, b, 0x31);
+  x[0] = _mm256_shuffle_ps(low, high, 0x88);
+  x[1] = _mm256_shuffle_ps(low, high, 0xdd);
+}
+STOKER_INLINE void put_together(const F* x, float* p) {
+  const F a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+  store(p, _mm256_permute2f128_ps(a, b, 0x20));
+  store(p + kLanes, _mm256_permute2f128_ps(a, b, 0x31));
 }
 STOKER_INLINE F load_half_n(const uint16_t* p, int64_t n) {
   uint16_t copy[8] = {};

@@ -6,7 +6,7 @@ constexpr int kProductTiles = 2;  // tiles whose sums fit the registers at once
 constexpr int product_vectors(Code) { return 1; }  // and vectors of a tile
 constexpr bool kReadsHalves = true;  // the conversion costs nothing beside the products
 constexpr int kScoreRows = 6;  // register block of attention: rows by vectors of keys or values
-constexpr int kScoreVectors = 4;
+constexpr int score_vectors(int) { return 4; }
 using F = __m512;
 using I = __m512i;
 
@@ -21,6 +21,7 @@ STOKER_INLINE void prefetch_to_write(const void* p) {
 STOKER_INLINE F zero() { return _mm512_setzero_ps(); }
 STOKER_INLINE F set1(float x) { return _mm512_set1_ps(x); }
 STOKER_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+STOKER_INLINE const float* again(const float* p) { return p; }  // registers suffice
 STOKER_INLINE F load_n(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
 STOKER_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
 STOKER_INLINE void store_n(float* p, F x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
@@ -143,6 +144,11 @@ STOKER_INLINE F load_bf16(const uint16_t* p) {
 STOKER_INLINE F load_bf16_n(const uint16_t* p, int64_t n) {
   return widen_bf16(_mm256_maskz_loadu_epi16(first(n), p));
 }
+// bfloat16 numbers as kWidened vectors, in an order of which floats are put back or taken apart.
+constexpr int kWidened = 1;
+STOKER_INLINE void widen(const uint16_t* p, F* x) { x[0] = load_bf16(p); }
+STOKER_INLINE void take_apart(const float* p, F* x) { x[0] = load(p); }
+STOKER_INLINE void put_together(const F* x, float* p) { store(p, x[0]); }
 STOKER_INLINE F load_i8(const int8_t* p) {
   return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }

@@ -7,7 +7,7 @@ constexpr int kProductTiles = 1;  // tiles whose sums fit the registers at once
 constexpr int product_vectors(Code) { return 1; }  // and vectors of a tile
 constexpr bool kReadsHalves = false;  // a conversion takes several steps
 constexpr int kScoreRows = 4;
-constexpr int kScoreVectors = 2;
+constexpr int score_vectors(int) { return 2; }
 typedef float F __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
 typedef uint32_t U __attribute__((vector_size(16)));
@@ -24,6 +24,7 @@ STOKER_INLINE F load_n(const float* p, int64_t n) {
   std::memcpy(&x, p, static_cast<size_t>(n) * sizeof(float));
   return x;
 }
+STOKER_INLINE const float* again(const float* p) { return p; }
 STOKER_INLINE F load(const float* p) { return load_n(p, kLanes); }
 STOKER_INLINE void store_n(float* p, F x, int64_t n) {
   std::memcpy(p, &x, static_cast<size_t>(n) * sizeof(float));
@@ -147,6 +148,10 @@ STOKER_INLINE F load_half_n(const uint16_t* p, int64_t n) { return widen_half(lo
 STOKER_INLINE F load_half(const uint16_t* p) { return load_half_n(p, kLanes); }
 STOKER_INLINE F load_bf16_n(const uint16_t* p, int64_t n) { return F(load_words_n(p, n) << 16); }
 STOKER_INLINE F load_bf16(const uint16_t* p) { return load_bf16_n(p, kLanes); }
+constexpr int kWidened = 1;
+STOKER_INLINE void widen(const uint16_t* p, F* x) { x[0] = load_bf16(p); }
+STOKER_INLINE void take_apart(const float* p, F* x) { x[0] = load(p); }
+STOKER_INLINE void put_together(const F* x, float* p) { store(p, x[0]); }
 STOKER_INLINE F load_i8(const int8_t* p) { return to_float(I{p[0], p[1], p[2], p[3]}); }
 STOKER_INLINE F load_u8(const uint8_t* p) { return to_float(I{p[0], p[1], p[2], p[3]}); }
 
