@@ -38,20 +38,37 @@ static void widen(const void* from, int64_t n, int64_t step, int64_t width, floa
   }
 }
 
+// A span's blocks of keys or values, of one head: those at work, and those that will be wanted a
+// round later, to be fetched a line at a time meanwhile: all at once, they would be waited for.
+struct Blocks {
+  const void* now[kSpan / kKeys];
+  const void* later[kSpan / kKeys];  // without gaps
+};
+
 // Scores of kCount rows with kVectors * kLanes keys from `key` on. Element h of a block's keys is at
-// h * step.
-template <typename T, int kVectors, int kCount>
-static void score_block(const float* q, int64_t H, const void* const* blocks, int64_t step,
-                        int64_t key, float* scores) {
+// h * step. With kFetch, as many lines of later blocks are fetched.
+template <typename T, int kVectors, int kCount, bool kFetch>
+static void score_block(const float* q, int64_t H, const Blocks& blocks, int64_t step, int64_t key,
+                        float* scores) {
   constexpr int kRun = Run<T>::kVectors;
+  constexpr int kBlocks = std::max(1, kVectors * kLanes / kKeys);
+  // Rows of a block in a line of the cache: they take turns.
+  constexpr int kTurns = std::min<int>(kBlocks, 64 / (kKeys * sizeof(T)));
+  const T* later[kBlocks];
+  STOKER_UNROLL for (int b = 0; b < kBlocks; ++b) {
+    later[b] = static_cast<const T*>(blocks.later[key / kKeys + b]);
+  }
   F total[kCount][kVectors];
   const T* column[kVectors];
   STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
     const int64_t at = key + v * kLanes;
-    column[v] = static_cast<const T*>(blocks[at / kKeys]) + at % kKeys;
+    column[v] = static_cast<const T*>(blocks.now[at / kKeys]) + at % kKeys;
     STOKER_UNROLL for (int r = 0; r < kCount; ++r) total[r][v] = zero();
   }
   for (int64_t h = 0; h < H; ++h) {
+    STOKER_UNROLL for (int b = 0; kFetch && b < kBlocks; b += kTurns) {
+      prefetch(later[b + h % kTurns] + h * kKeys);
+    }
     STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
       F k[kRun];
       Run<T>::get(column[v] + h * step, k);
@@ -67,6 +84,18 @@ static void score_block(const float* q, int64_t H, const void* const* blocks, in
     STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
       Run<T>::put(&total[r][v], scores + r * kSpan + key + v * kLanes);
     }
+  }
+}
+
+// The same for keys [key, end), whole blocks of them.
+template <typename T, int kCount, bool kFetch, int kVectors = score_vectors(kCount)>
+static void score_keys(const float* q, int64_t H, const Blocks& blocks, int64_t step, int64_t key,
+                       int64_t end, float* scores) {
+  for (; key + kVectors * kLanes <= end; key += kVectors * kLanes) {
+    score_block<T, kVectors, kCount, kFetch>(q, H, blocks, step, key, scores);
+  }
+  if constexpr (kVectors * kLanes > kKeys) {
+    score_keys<T, kCount, kFetch, kVectors / 2>(q, H, blocks, step, key, end, scores);
   }
 }
 
@@ -128,23 +157,24 @@ static void soften(float* scores, int64_t keys, int64_t low, int64_t high, float
   *total_out = reduce_add(total);
 }
 
-// Calls body(row, key) for values[from, to).
+// Calls body(row, later row, key) for values[from, to).
 template <typename T, typename Body>
-STOKER_INLINE void by_values(const void* const* blocks, int64_t from, int64_t to, int64_t H,
+STOKER_INLINE void by_values(const Blocks& blocks, int64_t from, int64_t to, int64_t H,
                              const Body& body) {
   for (int64_t key = from; key < to;) {
-    const T* row = static_cast<const T*>(blocks[key / kKeys]) + key % kKeys * H;
+    const T* row = static_cast<const T*>(blocks.now[key / kKeys]) + key % kKeys * H;
+    const T* later = static_cast<const T*>(blocks.later[key / kKeys]) + key % kKeys * H;
     const int64_t end = std::min(to, (key / kKeys + 1) * kKeys);
-    for (; key < end; ++key, row += H) body(row, key);
+    for (; key < end; ++key, row += H, later += H) body(row, later, key);
   }
 }
 
 // Adds values[from, to) times the weights of kCount rows to kVectors vectors of their sums, `skip`
-// columns on.
-template <typename T, int kCount, int kVectors>
-static void weigh_block(const float* weights, const void* const* blocks, int64_t skip, int64_t from,
+// columns on. With kFetch, as many lines of later blocks are fetched.
+template <typename T, int kCount, bool kFetch, int kVectors>
+static void weigh_block(const float* weights, const Blocks& blocks, int64_t skip, int64_t from,
                         int64_t to, bool resume, int64_t H, float* out) {
-  constexpr int kRun = Run<T>::kVectors;
+  constexpr int kRun = Run<T>::kVectors, kLine = 64 / sizeof(T);
   F total[kCount][kVectors];
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
     STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
@@ -155,7 +185,10 @@ static void weigh_block(const float* weights, const void* const* blocks, int64_t
       }
     }
   }
-  by_values<T>(blocks, from, to, H, [&](const T* row, int64_t key) {
+  by_values<T>(blocks, from, to, H, [&](const T* row, const T* later, int64_t key) {
+    STOKER_UNROLL for (int at = 0; kFetch && at < kVectors * kLanes; at += kLine) {
+      prefetch(later + skip + at);
+    }
     STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
       F x[kRun];
       Run<T>::get(row + skip + v * kLanes, x);
@@ -176,13 +209,13 @@ static void weigh_block(const float* weights, const void* const* blocks, int64_t
 
 // The same for a vector of `width` columns.
 template <typename T, int kCount>
-static void weigh_part(const float* weights, const void* const* blocks, int64_t skip, int64_t from,
+static void weigh_part(const float* weights, const Blocks& blocks, int64_t skip, int64_t from,
                        int64_t to, bool resume, int64_t width, int64_t H, float* out) {
   F total[kCount];
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
     total[r] = resume ? load_n(out + r * H + skip, width) : zero();
   }
-  by_values<T>(blocks, from, to, H, [&](const T* row, int64_t key) {
+  by_values<T>(blocks, from, to, H, [&](const T* row, const T*, int64_t key) {
     const F x = load_head(row + skip, width);
     STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
       total[r] = fma(set1(weights[r * kSpan + key]), x, total[r]);
@@ -194,14 +227,14 @@ static void weigh_part(const float* weights, const void* const* blocks, int64_t 
 }
 
 // The same for columns [h, H).
-template <typename T, int kCount, int kVectors = score_vectors(kCount)>
-static void weigh_rows(const float* weights, const void* const* blocks, int64_t from, int64_t to,
+template <typename T, int kCount, bool kFetch, int kVectors = score_vectors(kCount)>
+static void weigh_rows(const float* weights, const Blocks& blocks, int64_t from, int64_t to,
                        bool resume, int64_t H, float* out, int64_t h = 0) {
   for (; h + kVectors * kLanes <= H; h += kVectors * kLanes) {
-    weigh_block<T, kCount, kVectors>(weights, blocks, h, from, to, resume, H, out);
+    weigh_block<T, kCount, kFetch, kVectors>(weights, blocks, h, from, to, resume, H, out);
   }
   if constexpr (kVectors > Run<T>::kVectors) {
-    weigh_rows<T, kCount, kVectors / 2>(weights, blocks, from, to, resume, H, out, h);
+    weigh_rows<T, kCount, kFetch, kVectors / 2>(weights, blocks, from, to, resume, H, out, h);
   } else {
     for (; h < H; h += kLanes) {
       weigh_part<T, kCount>(weights, blocks, h, from, to, resume, std::min<int64_t>(kLanes, H - h),
@@ -231,8 +264,8 @@ struct Heads {
     return reinterpret_cast<const T*>(static_cast<const char*>(pages[index]) + head * head_bytes);
   }
 
-  // Asks for what comes next, so that it is there when this round is done.
-  void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
+  // Fetches keys or values [key, end).
+  void fetch(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
     constexpr int64_t kBytes = kKeys * static_cast<int64_t>(sizeof(T));
     const bool packed = !keys || tile.key_step == kKeys || tile.key_step == 0;
     const int64_t rows = packed ? 64 / kBytes : 1;
@@ -241,6 +274,11 @@ struct Heads {
       const T* from = block(pages, key / kKeys, head);
       for (int64_t h = 0; h < tile.H; h += rows) prefetch(from + h * step);
     }
+  }
+
+  // Sees to it that what comes next is there when this round is done.
+  void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
+    fetch(pages, head, key, end, keys);
   }
 };
 
@@ -251,35 +289,59 @@ struct Round : Heads<T> {
   using Heads<T>::kLength, Heads<T>::tile;
   using Read = std::conditional_t<kWide, float, T>;
   alignas(64) float wide[kWide ? kMaxHead * kLength : 1];
-  const void* blocks[kSpan / kKeys];
+  Blocks blocks;
+  const int64_t first, end;  // blocks of the span that are looked at
+  const bool meanwhile;      // each block fetches the one a round later, if blocks have no gaps
 
-  explicit Round(const AttentionTile& tile) : Heads<T>(tile) {}
+  Round(const AttentionTile& tile, int64_t from, int64_t to)
+      : Heads<T>(tile),
+        first(from / kKeys),
+        end((to + kKeys - 1) / kKeys),
+        meanwhile(!kWide && tile.key_step == kKeys) {}
+
+  void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
+    if (!meanwhile) this->fetch(pages, head, key, end, keys);
+  }
+
+  // What is wanted a round after block `b`: keys, then values, then what comes next.
+  const void* later(int64_t b, int64_t head, bool keys) const {
+    int64_t at = b + kLength / kKeys;
+    if (keys) {
+      if (at < end) return this->block(tile.k, at, head);
+      at += first - end;
+    }
+    if (at < end) return this->block(tile.v, at, head);
+    at -= end;
+    return at * kKeys < tile.next_keys ? this->block(tile.next, at, head) : blocks.now[b];
+  }
 
   // Blocks of the round from `key` on, of one head.
   void take(const void* const* pages, int64_t head, int64_t key, bool keys) {
     for (int64_t i = 0; i < kLength / kKeys; ++i) {
       const int64_t b = key / kKeys + i;
-      blocks[b] = this->block(pages, b, head);
+      blocks.now[b] = this->block(pages, b, head);
       if constexpr (kWide) {
         float* to = wide + i * kKeys * tile.H;
         if (keys) {
-          widen<T>(blocks[b], tile.H, tile.key_step, kKeys, to);
+          widen<T>(blocks.now[b], tile.H, tile.key_step, kKeys, to);
         } else {
-          widen<T>(blocks[b], kKeys, tile.H, tile.H, to);
+          widen<T>(blocks.now[b], kKeys, tile.H, tile.H, to);
         }
-        blocks[b] = to;
+        blocks.now[b] = to;
       }
+      blocks.later[b] = meanwhile ? later(b, head, keys) : blocks.now[b];
     }
   }
 
   void score(int64_t head, int64_t key, float* scores) {
+    const int64_t to = std::min(key + kLength, end * kKeys);
     if (tile.key_step == 0) {
       take(tile.k, head, key, false);  // they lie as values do
       by_rows(tile.rows, [&](int64_t r, auto count) {
         constexpr int kCount = decltype(count)::value, kTokens = score_vectors(kScoreRows);
         const float* q = tile.q + (head * tile.rows + r) * tile.H;
-        for (int64_t at = key; at < key + kLength; at += kTokens) {
-          score_tokens<Read, kTokens, kCount>(q, tile.H, blocks, at, scores + r * kSpan);
+        for (int64_t at = key; at < to; at += kTokens) {
+          score_tokens<Read, kTokens, kCount>(q, tile.H, blocks.now, at, scores + r * kSpan);
         }
       });
       return;
@@ -287,19 +349,16 @@ struct Round : Heads<T> {
     const int64_t step = kWide ? kKeys : tile.key_step;
     take(tile.k, head, key, true);
     by_rows(tile.rows, [&](int64_t r, auto count) {
-      constexpr int kCount = decltype(count)::value;
-      constexpr int kVectors = std::min(score_vectors(kCount), kLength / kLanes);
       const float* q = tile.q + (head * tile.rows + r) * tile.H;
-      for (int64_t at = key; at < key + kLength; at += kVectors * kLanes) {
-        score_block<Read, kVectors, kCount>(q, tile.H, blocks, step, at, scores + r * kSpan);
-      }
+      score_keys<Read, decltype(count)::value, !kWide>(q, tile.H, blocks, step, key, to,
+                                                       scores + r * kSpan);
     });
   }
 
   void weigh(int64_t head, int64_t key, int64_t from, int64_t to, const float* scores) {
     take(tile.v, head, key, false);
     by_rows(tile.rows, [&](int64_t r, auto count) {
-      weigh_rows<Read, decltype(count)::value>(scores + r * kSpan, blocks, std::max(key, from),
+      weigh_rows<Read, decltype(count)::value, !kWide>(scores + r * kSpan, blocks, std::max(key, from),
                                                std::min(key + kLength, to), key > from, tile.H,
                                                tile.out + (head * tile.rows + r) * tile.H);
     });
@@ -318,11 +377,11 @@ static void attend_by(const AttentionTile& tile) {
     to = std::max<int64_t>(to, tile.high[r]);
   }
   if (from >= to) std::fill(tile.out, tile.out + heads * tile.rows * H, 0.0f);
-  Round round(tile);
   constexpr int64_t kLength = Round::kLength;
   const int64_t start = from / kLength * kLength;
+  Round round(tile, start, to);
   for (int64_t head = 0; head < heads; ++head) {
-    round.ask(tile.k, head, start, std::min(start + kLength, to), true);
+    round.fetch(tile.k, head, start, std::min(start + kLength, to), true);
   }
   for (int64_t key = start; key < to; key += kLength) {
     const bool last = key + kLength >= to;

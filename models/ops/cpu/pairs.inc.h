@@ -152,7 +152,7 @@ struct PairRound : Heads<Bf16> {
   alignas(64) uint16_t weights[kMaxQueries * kLength];
   const Bf16* blocks[kBlocks];
 
-  explicit PairRound(const AttentionTile& tile) : Heads<Bf16>(tile) {
+  PairRound(const AttentionTile& tile, int64_t, int64_t) : Heads<Bf16>(tile) {
     narrow(tile.q, tile.heads * tile.rows * tile.H, q);
   }
 
