@@ -9,7 +9,7 @@
 namespace stoker {
 namespace {
 
-constexpr int64_t kSerialFloats = 32 << 10;  // appended by the caller alone
+constexpr int64_t kSerialFloats = 3 << 10;  // appended by the caller alone
 constexpr int64_t kAhead = 4;                // blocks of keys to ask for before a task begins
 
 // For each of `heads` KV heads from `head` on, rows [first, first + rows) of the slot's queries
@@ -332,8 +332,8 @@ std::string attend(Pool& pool, const Kernels& kernels, const Attention& a) {
   if (live * a.K * a.H < kSerialFloats) {
     for (int64_t i = 0; i < live; ++i) append_row(i);
   } else {
-    parallel_for(pool, (live + 15) / 16, [&](int64_t unit) {
-      for (int64_t i = unit * 16; i < std::min(live, unit * 16 + 16); ++i) append_row(i);
+    parallel_for(pool, (live + 7) / 8, [&](int64_t unit) {
+      for (int64_t i = unit * 8; i < std::min(live, unit * 8 + 8); ++i) append_row(i);
     });
   }
 
