@@ -31,9 +31,11 @@ STOKER_INLINE const float* again(const float* p) {
   asm volatile("" : "+r"(p));
   return p;
 }
-STOKER_INLINE F load_n(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
+// Masks take time, masked stores much of it, and most vectors are whole.
+STOKER_INLINE F load_n(const float* p, int64_t n) {
+  return n >= kLanes ? load(p) : _mm256_maskload_ps(p, first(n));
+}
 STOKER_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }
-// Masked stores are slow, and most are of whole vectors.
 STOKER_INLINE void store_n(float* p, F x, int64_t n) {
   if (n >= kLanes) return store(p, x);
   _mm256_maskstore_ps(p, first(n), x);
