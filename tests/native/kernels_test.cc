@@ -385,6 +385,8 @@ int main() {
     for (const int64_t C : {1, 7, 16, 33, 100}) check_dense(random, *table, names[isa], 11, C, 21);
     for (const Sizes& sizes : {
              Sizes{9, 3, 64, 16, 0, 0.0f, Type::kF32},
+             Sizes{9, 3, 64, 16, 0, 0.0f, Type::kBF16},
+             Sizes{5, 1, 104, 16, 40, 0.0f, Type::kBF16},
              Sizes{4, 4, 80, 48, 16, 0.0f, Type::kF32},
              Sizes{4, 2, 13, 32, 270, 3.0f, Type::kBF16},
              Sizes{2, 1, 512, 32, 0, 0.0f, Type::kBF16},

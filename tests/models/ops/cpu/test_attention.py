@@ -52,6 +52,13 @@ CASES = {
     "window": Case((50, 1), (600, 20), N=4, K=4, H=80, Z=48, window=16),
     "wide_window_and_cap": Case((50, 3), (600, 520), N=4, K=2, H=20, Z=64, window=270, softcap=3.0),
     "bfloat16_pages": Case((30, 1), (300, 40), N=16, K=1, H=128, Z=32, dtype="bfloat16"),
+    "bfloat16_few_rows": Case(
+        (1, 1, 2, 3, 1), (1, 17, 300, 64, 1000), N=3, K=1, H=80, dtype="bfloat16"
+    ),
+    "bfloat16_single_rows": Case(
+        (1, 2), (500, 33), N=2, K=2, H=104, Z=32, window=100, dtype="bfloat16"
+    ),
+    "bfloat16_odd_head": Case((1, 1), (150, 9), N=5, K=1, H=13, dtype="bfloat16"),
     "widest_head": Case((2,), (30,), N=2, K=1, H=640),
     "odd_head": Case((9,), (70,), N=3, K=3, H=13),
     "sinks": Case((50, 1, 1), (600, 20, 1), N=9, K=3, H=20, sinks=True),
@@ -201,9 +208,8 @@ def test_bits_do_not_depend_on_chunks_slots_or_threads(
     # Sinks in a third of the cases, which share no setting with another.
     sinks = (window, softcap) in ((0, 0.0), (40, 5.0))
     sizes = {"N": 6, "K": 2, "H": 32, "padding": 0, "sinks": sinks}
-    options = {"isa": isa}
-    if isa == "rounded":
-        options = {"rounded": True}
+    options = {"rounded": True} if isa == "rounded" else {"isa": isa}
+    if isa == "rounded" or softcap:
         sizes["dtype"] = "bfloat16"
     case = Case((700,), (700,), window=window, softcap=softcap, **sizes)
     (q, k, v, k_pages, v_pages), layout = inputs(case)
