@@ -10,6 +10,7 @@ namespace {
 
 constexpr int64_t kChunkBlocks = 64;             // scales expanded at once, per tile
 constexpr int64_t kActivationBytes = 256 << 10;  // rows of x that a core's cache should hold
+constexpr int64_t kShareBytes = 3 << 10;         // that can be asked for at once, without waiting
 constexpr int64_t kSerialElements = 32 << 10;    // fewer weights are not worth a second thread
 constexpr int64_t kSerialRows = 12 << 10;        // likewise, elements of x to prepare
 constexpr int64_t kSerialGated = 4 << 10;        // likewise, with an exponential for each
@@ -131,6 +132,14 @@ STOKER_INLINE void ask_ahead(const Record& record, const uint8_t* tile, const ui
   }
 }
 
+// Asks for the part from `from` of `all` to `to` of `all` of some bytes.
+STOKER_INLINE void ask_for_share(const uint8_t* bytes, int64_t size, int64_t from, int64_t to,
+                                 int64_t all) {
+  for (int64_t at = size * from / all & -64; at < size * to / all; at += 64) {
+    __builtin_prefetch(bytes + at, 0, 2);
+  }
+}
+
 // Rows [t0, t1) times `count` packed tiles from `tile` on.
 void packed_tiles(const Kernels& k, const Weight& w, const Prepared& p, int64_t tile, int64_t count,
                   int64_t t0, int64_t t1, int64_t C, bool exact) {
@@ -154,6 +163,10 @@ void packed_tiles(const Kernels& k, const Weight& w, const Prepared& p, int64_t 
   tiles.valid = std::min(count * kTile, w.R - tile * kTile);
   const uint8_t* first = static_cast<const uint8_t*>(w.data) + tile * tiles.tile_bytes;
   const int64_t chunk = halves ? blocks : kChunkBlocks;
+  // What comes next is fetched beside the first rows or, where shares of it are short enough to be
+  // asked for at once, beside all.
+  const int64_t next = count * tiles.tile_bytes;
+  const bool spread = !byte_codes(w) && next * kMaxRows <= kShareBytes * (t1 - t0);
   if (halves) {
     tiles.scale = first + record.scale.offset;
     tiles.minimum = first + record.minimum.offset;
@@ -183,7 +196,8 @@ void packed_tiles(const Kernels& k, const Weight& w, const Prepared& p, int64_t 
     for (int64_t t = t0; t < t1; t += kMaxRows) {
       const int64_t rows = std::min<int64_t>(kMaxRows, t1 - t);
       tiles.x = p.at(t, C, b, rows);
-      tiles.ahead = t == t0 ? count * tiles.tile_bytes : 0;
+      tiles.ahead = t == t0 && !spread ? next : 0;
+      if (spread && b == 0) ask_for_share(first + next, next, t - t0, t + rows - t0, t1 - t0);
       tiles.out = w.out + t * w.R + tile * kTile;
       kernels[rows - 1](tiles);
     }
