@@ -16,6 +16,7 @@ STOKER_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,av
 #include "vector_avx512.h"
 #include "math.inc.h"
 #include "dense.inc.h"
+#include "blocks.inc.h"
 #include "attend.inc.h"
 #include "pairs.inc.h"
 STOKER_TARGET_END

@@ -3,6 +3,7 @@
 #include "product.inc.h"
 #include "dense.inc.h"
 #include "math.inc.h"
+#include "blocks.inc.h"
 #include "attend.inc.h"
 #include "sample.inc.h"
 
