@@ -98,13 +98,14 @@ struct Round : Heads<T> {
     const int64_t to = std::min(key + kLength, end * kKeys);
     if (tile.key_step == 0) {
       take(tile.k, head, key, false);  // they lie as values do
-      by_rows(tile.rows, [&](int64_t r, auto count) {
-        constexpr int kCount = decltype(count)::value, kTokens = score_vectors(kScoreRows);
-        const float* q = tile.q + (head * tile.rows + r) * tile.H;
-        for (int64_t at = key; at < to; at += kTokens) {
-          score_tokens<Read, kTokens, kCount>(q, tile.H, blocks.now, at, scores + r * kSpan);
-        }
-      });
+      constexpr int kTokens = score_vectors(kScoreRows);
+      // All rows meet a few tokens before the next: those are wide.
+      for (int64_t at = key; at < to; at += kTokens) {
+        by_rows(tile.rows, [&](int64_t r, auto count) {
+          score_tokens<Read, kTokens, decltype(count)::value>(
+              tile.q + (head * tile.rows + r) * tile.H, tile.H, blocks.now, at, scores + r * kSpan);
+        });
+      }
       return;
     }
     const int64_t step = kWide ? kKeys : tile.key_step;
@@ -119,9 +120,9 @@ struct Round : Heads<T> {
   void weigh(int64_t head, int64_t key, int64_t from, int64_t to, const float* scores) {
     take(tile.v, head, key, false);
     by_rows(tile.rows, [&](int64_t r, auto count) {
-      weigh_rows<Read, decltype(count)::value, !kWide>(scores + r * kSpan, blocks, std::max(key, from),
-                                               std::min(key + kLength, to), key > from, tile.H,
-                                               tile.out + (head * tile.rows + r) * tile.H);
+      weigh_rows<Read, decltype(count)::value, !kWide>(
+          scores + r * kSpan, blocks, std::max(key, from), std::min(key + kLength, to), key > from,
+          tile.H, tile.out + (head * tile.rows + r) * tile.H);
     });
   }
 };

@@ -38,6 +38,31 @@ static void widen(const void* from, int64_t n, int64_t step, int64_t width, floa
   }
 }
 
+// Adds the run at `p`, times a number of each row, to vectors v and on of the rows' totals; numbers
+// are x_step apart.
+template <typename T, int kVectors, int kCount>
+STOKER_INLINE void add_run(F (&total)[kCount][kVectors], int v, const T* p, const float* x,
+                           int64_t x_step) {
+  F run[Run<T>::kVectors];
+  Run<T>::get(p, run);
+  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+    const F factor = set1(*again(x + r * x_step));
+    STOKER_UNROLL for (int i = 0; i < Run<T>::kVectors; ++i) {
+      total[r][v + i] = fma(factor, run[i], total[r][v + i]);
+    }
+  }
+}
+
+// Totals as floats, each row's `step` after the one before.
+template <typename T, int kVectors, int kCount>
+STOKER_INLINE void put_totals(const F (&total)[kCount][kVectors], float* to, int64_t step) {
+  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
+    STOKER_UNROLL for (int v = 0; v < kVectors; v += Run<T>::kVectors) {
+      Run<T>::put(&total[r][v], to + r * step + v * kLanes);
+    }
+  }
+}
+
 // A span's blocks of keys or values, of one head: those at work, and those that will be wanted a
 // round later, to be fetched a line at a time meanwhile: all at once, they would be waited for.
 struct Blocks {
@@ -70,21 +95,10 @@ static void score_block(const float* q, int64_t H, const Blocks& blocks, int64_t
       prefetch(later[b + h % kTurns] + h * kKeys);
     }
     STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
-      F k[kRun];
-      Run<T>::get(column[v] + h * step, k);
-      STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-        const F x = set1(*again(q + r * H + h));
-        STOKER_UNROLL for (int i = 0; i < kRun; ++i) {
-          total[r][v + i] = fma(x, k[i], total[r][v + i]);
-        }
-      }
+      add_run(total, v, column[v] + h * step, q + h, H);
     }
   }
-  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-    STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
-      Run<T>::put(&total[r][v], scores + r * kSpan + key + v * kLanes);
-    }
-  }
+  put_totals<T>(total, scores + key, kSpan);
 }
 
 // The same for keys [key, end), whole blocks of them.
@@ -190,21 +204,10 @@ static void weigh_block(const float* weights, const Blocks& blocks, int64_t skip
       prefetch(later + skip + at);
     }
     STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
-      F x[kRun];
-      Run<T>::get(row + skip + v * kLanes, x);
-      STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-        const F w = set1(*again(weights + r * kSpan + key));
-        STOKER_UNROLL for (int i = 0; i < kRun; ++i) {
-          total[r][v + i] = fma(w, x[i], total[r][v + i]);
-        }
-      }
+      add_run(total, v, row + skip + v * kLanes, weights + key, kSpan);
     }
   });
-  STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
-    STOKER_UNROLL for (int v = 0; v < kVectors; v += kRun) {
-      Run<T>::put(&total[r][v], out + r * H + skip + v * kLanes);
-    }
-  }
+  put_totals<T>(total, out + skip, H);
 }
 
 // The same for a vector of `width` columns.

@@ -123,21 +123,22 @@ void prepare(const Kernels& k, const Input& input, const Plan& plan, int64_t t, 
   }
 }
 
+// Asks for memory to come. Into the second cache (locality 2): what is on its way to the first holds
+// up loads meanwhile. Inlined, since GCC drops calls of a function that does nothing but prefetch.
+STOKER_INLINE void ask(const uint8_t* from, const uint8_t* to) {
+  for (; from < to; from += 64) __builtin_prefetch(from, 0, 2);
+}
+
 // Asks for the scales of tiles to come: each record's are too short for the processor to see that
-// they are a stream. Into the second cache (locality 2): what is on its way to the first holds up
-// loads meanwhile. Inlined, since GCC drops calls of a function that does nothing but prefetch.
-STOKER_INLINE void ask_ahead(const Record& record, const uint8_t* tile, const uint8_t* end) {
-  for (; tile < end; tile += record.bytes) {
-    for (int64_t at = 0; at < record.codes; at += 64) __builtin_prefetch(tile + at, 0, 2);
-  }
+// they are a stream.
+STOKER_INLINE void ask_for_scales(const Record& record, const uint8_t* tile, const uint8_t* end) {
+  for (; tile < end; tile += record.bytes) ask(tile, tile + record.codes);
 }
 
 // Asks for the part from `from` of `all` to `to` of `all` of some bytes.
 STOKER_INLINE void ask_for_share(const uint8_t* bytes, int64_t size, int64_t from, int64_t to,
                                  int64_t all) {
-  for (int64_t at = size * from / all & -64; at < size * to / all; at += 64) {
-    __builtin_prefetch(bytes + at, 0, 2);
-  }
+  ask(bytes + (size * from / all & -64), bytes + size * to / all);
 }
 
 // Rows [t0, t1) times `count` packed tiles from `tile` on.
@@ -177,7 +178,7 @@ void packed_tiles(const Kernels& k, const Weight& w, const Prepared& p, int64_t 
     tiles.minimum = reinterpret_cast<const uint8_t*>(minimum);
     tiles.scale_bytes = kChunkBlocks * kTile * static_cast<int64_t>(sizeof(float));
     const uint8_t* next = first + count * tiles.tile_bytes;
-    ask_ahead(record, next, next + count * tiles.tile_bytes);
+    ask_for_scales(record, next, next + count * tiles.tile_bytes);
   }
   for (int64_t b = 0; b < blocks; b += chunk) {
     const int64_t within = b % tiles.per_record;
