@@ -17,9 +17,15 @@ struct Heads {
   static constexpr int kLength = 4 * kKeys;  // keys at work while the next are fetched
   const AttentionTile& tile;
   const int64_t head_bytes;
+  const int64_t first, end;  // blocks of the span that are looked at
+  const bool meanwhile;      // each block fetches the one a round later, if blocks have no gaps
 
-  explicit Heads(const AttentionTile& tile)
-      : tile(tile), head_bytes(tile.head_step * static_cast<int64_t>(sizeof(T))) {}
+  Heads(const AttentionTile& tile, int64_t from, int64_t to, bool as_they_are)
+      : tile(tile),
+        head_bytes(tile.head_step * static_cast<int64_t>(sizeof(T))),
+        first(from / kKeys),
+        end((to + kKeys - 1) / kKeys),
+        meanwhile(as_they_are && tile.key_step == kKeys) {}
 
   const T* block(const void* const* pages, int64_t index, int64_t head) const {
     return reinterpret_cast<const T*>(static_cast<const char*>(pages[index]) + head * head_bytes);
@@ -39,7 +45,20 @@ struct Heads {
 
   // Sees to it that what comes next is there when this round is done.
   void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
-    fetch(pages, head, key, end, keys);
+    if (!meanwhile) fetch(pages, head, key, end, keys);
+  }
+
+  // What is wanted a round after block `b`: keys, then values, then what comes next.
+  const T* later(int64_t b, int64_t head, bool keys) const {
+    int64_t at = b + kLength / kKeys;
+    if (keys) {
+      if (at < end) return block(tile.k, at, head);
+      at += first - end;
+    }
+    if (at < end) return block(tile.v, at, head);
+    at -= end;
+    const bool known = at * kKeys < tile.next_keys;
+    return known ? block(tile.next, at, head) : block(keys ? tile.k : tile.v, b, head);
   }
 };
 
@@ -47,34 +66,13 @@ struct Heads {
 // is widened to floats once.
 template <typename T, bool kWide>
 struct Round : Heads<T> {
-  using Heads<T>::kLength, Heads<T>::tile;
+  using Heads<T>::kLength, Heads<T>::tile, Heads<T>::end, Heads<T>::meanwhile;
   using Read = std::conditional_t<kWide, float, T>;
   alignas(64) float wide[kWide ? kMaxHead * kLength : 1];
   Blocks blocks;
-  const int64_t first, end;  // blocks of the span that are looked at
-  const bool meanwhile;      // each block fetches the one a round later, if blocks have no gaps
 
   Round(const AttentionTile& tile, int64_t from, int64_t to)
-      : Heads<T>(tile),
-        first(from / kKeys),
-        end((to + kKeys - 1) / kKeys),
-        meanwhile(!kWide && tile.key_step == kKeys) {}
-
-  void ask(const void* const* pages, int64_t head, int64_t key, int64_t end, bool keys) const {
-    if (!meanwhile) this->fetch(pages, head, key, end, keys);
-  }
-
-  // What is wanted a round after block `b`: keys, then values, then what comes next.
-  const void* later(int64_t b, int64_t head, bool keys) const {
-    int64_t at = b + kLength / kKeys;
-    if (keys) {
-      if (at < end) return this->block(tile.k, at, head);
-      at += first - end;
-    }
-    if (at < end) return this->block(tile.v, at, head);
-    at -= end;
-    return at * kKeys < tile.next_keys ? this->block(tile.next, at, head) : blocks.now[b];
-  }
+      : Heads<T>(tile, from, to, !kWide) {}
 
   // Blocks of the round from `key` on, of one head.
   void take(const void* const* pages, int64_t head, int64_t key, bool keys) {
@@ -90,7 +88,7 @@ struct Round : Heads<T> {
         }
         blocks.now[b] = to;
       }
-      blocks.later[b] = meanwhile ? later(b, head, keys) : blocks.now[b];
+      blocks.later[b] = meanwhile ? this->later(b, head, keys) : blocks.now[b];
     }
   }
 

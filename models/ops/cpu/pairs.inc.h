@@ -42,9 +42,16 @@ static void narrow(const float* x, int64_t n, uint16_t* out) {
   }
 }
 
+// A round's blocks of keys or values, and what is wanted a round later; see Blocks.
+struct PairBlocks {
+  static constexpr int kBlocks = Heads<Bf16>::kLength / kKeys;
+  const Bf16* now[kBlocks];
+  const Bf16* later[kBlocks];
+};
+
 // As score_block, of keys as they lie or in pairs.
 template <int kVectors, int kCount, bool kPaired>
-static void score_pairs(const uint16_t* q, int64_t H, const Bf16* const* blocks, int64_t step,
+static void score_pairs(const uint16_t* q, int64_t H, const PairBlocks& blocks, int64_t step,
                         float* scores) {
   F total[kCount][kVectors];
   STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
@@ -53,7 +60,8 @@ static void score_pairs(const uint16_t* q, int64_t H, const Bf16* const* blocks,
   for (int64_t h = 0; h < H; h += 2) {
     I k[kVectors];
     STOKER_UNROLL for (int v = 0; v < kVectors; ++v) {
-      const Bf16* column = blocks[v] + h * step;
+      const Bf16* column = blocks.now[v] + h * step;
+      if constexpr (!kPaired) prefetch(blocks.later[v] + h * kKeys);
       k[v] = kPaired ? _mm512_loadu_si512(column) : zip(column, column + step);
     }
     STOKER_UNROLL for (int r = 0; r < kCount; ++r) {
@@ -103,7 +111,7 @@ STOKER_INLINE void value_pair(const Bf16* row, int64_t H, int64_t key, int64_t f
 // As weigh_block, of values as they lie or in pairs; with two vectors only their first `width`
 // lanes. `weights` of a row are kLength, those of the round that `blocks` are.
 template <int kLength, int kVectors, int kCount, bool kPaired>
-static void weigh_pairs(const uint16_t* weights, const Bf16* const* blocks, int64_t skip,
+static void weigh_pairs(const uint16_t* weights, const PairBlocks& blocks, int64_t skip,
                         int64_t from, int64_t to, bool resume, int64_t width, int64_t H,
                         float* out) {
   constexpr bool kPart = kVectors == 2;
@@ -117,10 +125,15 @@ static void weigh_pairs(const uint16_t* weights, const Bf16* const* blocks, int6
     }
   }
   for (int64_t key = from / 2 * 2; key < to;) {
-    const Bf16* row = blocks[key / kKeys] + (kPaired ? 2 * skip : skip) + key % kKeys * H;
+    const int64_t at = (kPaired ? 2 * skip : skip) + key % kKeys * H;
+    const Bf16 *row = blocks.now[key / kKeys] + at, *later = blocks.later[key / kKeys] + at;
     const int64_t end = std::min(to, (key / kKeys + 1) * kKeys);
-    for (; key < end; key += 2, row += 2 * H) {
+    for (; key < end; key += 2, row += 2 * H, later += 2 * H) {
       I x[kVectors];
+      STOKER_UNROLL for (int v = 0; !kPaired && v < kVectors; v += 2) {
+        prefetch(later + v * kLanes);
+        prefetch(later + H + v * kLanes);
+      }
       STOKER_UNROLL for (int v = 0; v < kVectors; v += 2) {
         if (kPaired) {
           x[v] = load_words_n(row + 2 * v * kLanes, 2 * lanes(v));
@@ -146,23 +159,28 @@ static void weigh_pairs(const uint16_t* weights, const Bf16* const* blocks, int6
 // is put in pairs once.
 template <bool kPaired>
 struct PairRound : Heads<Bf16> {
-  static constexpr int kBlocks = kLength / kKeys;
+  static constexpr int kBlocks = PairBlocks::kBlocks;
   alignas(64) uint16_t q[kQueryFloats];
   alignas(64) Bf16 pairs[kPaired ? kMaxHead * kLength : 1];
   alignas(64) uint16_t weights[kMaxQueries * kLength];
-  const Bf16* blocks[kBlocks];
+  PairBlocks blocks;
 
-  PairRound(const AttentionTile& tile, int64_t, int64_t) : Heads<Bf16>(tile) {
+  PairRound(const AttentionTile& tile, int64_t from, int64_t to)
+      : Heads<Bf16>(tile, from, to, !kPaired) {
     narrow(tile.q, tile.heads * tile.rows * tile.H, q);
   }
 
-  void take(const void* const* pages, int64_t head, int64_t key) {
-    for (int64_t i = 0; i < kBlocks; ++i) blocks[i] = block(pages, key / kKeys + i, head);
+  void take(const void* const* pages, int64_t head, int64_t key, bool keys) {
+    for (int64_t i = 0; i < kBlocks; ++i) {
+      const int64_t b = key / kKeys + i;
+      blocks.now[i] = block(pages, b, head);
+      blocks.later[i] = meanwhile ? later(b, head, keys) : blocks.now[i];
+    }
   }
 
   void pair_keys() {
     Bf16* to = pairs;
-    for (const Bf16*& keys : blocks) {
+    for (const Bf16*& keys : blocks.now) {
       const Bf16* from = keys;
       keys = to;
       for (int64_t h = 0; h < tile.H; h += 2, from += 2 * tile.key_step, to += 2 * kKeys) {
@@ -174,7 +192,7 @@ struct PairRound : Heads<Bf16> {
   void pair_values(int64_t from, int64_t to) {
     Bf16* out = pairs;
     int64_t key = 0;
-    for (const Bf16*& values : blocks) {
+    for (const Bf16*& values : blocks.now) {
       const Bf16* row = values;
       values = out;
       for (int64_t i = 0; i < kKeys; i += 2, key += 2, row += 2 * tile.H, out += 2 * tile.H) {
@@ -192,14 +210,14 @@ struct PairRound : Heads<Bf16> {
   }
 
   void score(int64_t head, int64_t key, float* scores) {
-    take(tile.k, head, key);
+    take(tile.k, head, key, true);
     if (tile.key_step == 0) {
       constexpr int kTokens = score_vectors(kScoreRows);
       for (int64_t at = 0; at < kLength; at += kTokens) {
         by_rows(tile.rows, [&](int64_t r, auto count) {
           score_token_pairs<kTokens, decltype(count)::value>(
-              q + (head * tile.rows + r) * tile.H, tile.H, blocks[at / kKeys] + at % kKeys * tile.H,
-              scores + r * kSpan + key + at);
+              q + (head * tile.rows + r) * tile.H, tile.H,
+              blocks.now[at / kKeys] + at % kKeys * tile.H, scores + r * kSpan + key + at);
         });
       }
       return;
@@ -213,7 +231,7 @@ struct PairRound : Heads<Bf16> {
   }
 
   void weigh(int64_t head, int64_t key, int64_t from, int64_t to, const float* scores) {
-    take(tile.v, head, key);
+    take(tile.v, head, key, false);
     const bool resume = key > from;
     from = std::max<int64_t>(0, from - key);
     to = std::min<int64_t>(kLength, to - key);
@@ -227,11 +245,13 @@ struct PairRound : Heads<Bf16> {
       float* out = tile.out + (head * tile.rows + r) * tile.H;
       int64_t h = 0;
       for (; h + 4 * kLanes <= tile.H; h += 4 * kLanes) {
-        weigh_pairs<kLength, 4, kCount, kPaired>(own, blocks, h, from, to, resume, 64, tile.H, out + h);
+        weigh_pairs<kLength, 4, kCount, kPaired>(own, blocks, h, from, to, resume, 64, tile.H,
+                                                 out + h);
       }
       for (; h < tile.H; h += 2 * kLanes) {
         weigh_pairs<kLength, 2, kCount, kPaired>(own, blocks, h, from, to, resume,
-                                                 std::min<int64_t>(32, tile.H - h), tile.H, out + h);
+                                                 std::min<int64_t>(32, tile.H - h), tile.H,
+                                                 out + h);
       }
     });
   }
