@@ -257,9 +257,10 @@ class ModelConfig:
                 )
 
     def _check_cache(self) -> None:
-        if self.kernels.platform == "cpu" and self.kv_dtype not in DTYPES:
+        known = [dtype for dtype in KV_DTYPES if dtype != "float8_e4m3fn"]
+        if self.kernels.platform == "cpu" and self.kv_dtype not in known:
             raise StokerError(
-                f"the CPU kernels keep keys and values as {' or '.join(DTYPES)}, not "
+                f"the CPU kernels keep keys and values as {', '.join(known)}, not "
                 f"{self.kv_dtype}; use kernels='xla'"
             )
         if self.latent is not None and self.kv_dtype == "int8":

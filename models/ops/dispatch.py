@@ -288,9 +288,6 @@ def _attend(
 ) -> Any:
     """What the implementation of that name returns; `options` are passed on."""
     if kernels.platform == "cpu":
-        # `ModelConfig` sees to it that these are plain.
-        assert isinstance(k_pages, jax.Array), k_pages
-        assert isinstance(v_pages, jax.Array), v_pages
         options |= {"turn": turn, "rounded": kernels.activations != "float32"}
         chosen = "cpu"
     else:

@@ -62,6 +62,21 @@ struct Heads {
   }
 };
 
+// Multiplies what each row has for keys [from, to) by its head's scales of these keys.
+static void times_scales(const AttentionTile& tile, const float* const* scales, int64_t from,
+                         int64_t to, float* numbers) {
+  for (int64_t head = 0; head < tile.heads; ++head) {
+    for (int64_t key = from; key < to; key += kLanes) {
+      const float* factors = scales[key / kKeys] + head * tile.scale_step + key % kKeys;
+      const F factor = load(factors);
+      for (int64_t r = 0; r < tile.rows; ++r) {
+        float* at = numbers + (head * tile.rows + r) * kSpan + key;
+        store(at, mul(load(at), factor));
+      }
+    }
+  }
+}
+
 // One head at work. Its pages are read as they are by few rows; for many, a round of keys or values
 // is widened to floats once.
 template <typename T, bool kWide>
@@ -89,6 +104,10 @@ struct Round : Heads<T> {
         blocks.now[b] = to;
       }
       blocks.later[b] = meanwhile ? this->later(b, head, keys) : blocks.now[b];
+      if (std::is_same_v<T, int8_t> && keys) {
+        prefetch(tile.k_scale[b] + head * tile.scale_step);
+        prefetch(tile.v_scale[b] + head * tile.scale_step);
+      }
     }
   }
 
@@ -151,11 +170,13 @@ static void attend_by(const AttentionTile& tile) {
       round.score(head, key, scores + head * tile.rows * kSpan);
     }
   }
+  if (tile.k_scale) times_scales(tile, tile.k_scale, start, to, scores);
   for (int64_t row = 0; row < heads * tile.rows; ++row) {
     const int64_t r = row % tile.rows;
     soften(scores + row * kSpan + start, to - start, tile.low[r] - start, tile.high[r] - start,
            tile.softcap, tile.peak + row, tile.total + row);
   }
+  if (tile.v_scale) times_scales(tile, tile.v_scale, start, to, scores);
   for (int64_t key = start; key < to; key += kLength) {
     const int64_t next = key + kLength;
     for (int64_t head = 0; head < heads; ++head) {

@@ -81,6 +81,35 @@ int64_t page_offset(const Attention& a, int64_t slot, int64_t at) {
   return a.page_table[slot * a.M + at / a.Z] * a.K * head_step(a);
 }
 
+// Scales before head 0 of the page with the slot's token `at`.
+int64_t scale_offset(const Attention& a, int64_t slot, int64_t at) {
+  return a.page_table[slot * a.M + at / a.Z] * a.K * a.Z;
+}
+
+int64_t bytes(Type type) { return type == Type::kF32 ? 4 : type == Type::kBF16 ? 2 : 1; }
+
+template <typename T>
+void spread(const T* from, int64_t n, T* to, int64_t step) {
+  for (int64_t i = 0; i < n; ++i) to[i * step] = from[i];
+}
+
+// The vector x [H] into elements `at`, `at + step` and so on of the pages; its scale, of codes,
+// into `scale`.
+void put(const Kernels& k, const Attention& a, const float* x, void* pages, int64_t at,
+         int64_t step, float* scale) {
+  if (a.type == Type::kF32) {
+    spread(x, a.H, static_cast<float*>(pages) + at, step);
+  } else if (a.type == Type::kBF16) {
+    uint16_t narrow[kMaxHead];
+    k.store_bf16(x, a.H, narrow);
+    spread(narrow, a.H, static_cast<uint16_t*>(pages) + at, step);
+  } else {
+    int8_t codes[kMaxHead];
+    *scale = k.quantize_row(x, a.H, codes);
+    spread(codes, a.H, static_cast<int8_t*>(pages) + at, step);
+  }
+}
+
 void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
   const int64_t row = a.query_start[slot] + query, pos = position(a, slot, query);
   const int64_t token = held(a, pos);
@@ -88,7 +117,6 @@ void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
   const int64_t to = page_offset(a, slot, token), offset = token % a.Z;
   alignas(64) float turned[kMaxHead];
   if (!a.k_pages) {
-    const int64_t at = to + offset * a.H;
     const float* vector = a.v + row * a.H;
     if (a.norm) {
       k.rms_norm(vector, a.norm, a.rank, a.eps, turned);
@@ -97,29 +125,16 @@ void append(const Kernels& k, const Attention& a, int64_t slot, int64_t query) {
     }
     k.rotate(vector + a.rank, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H - a.rank, 1.0f,
              turned + a.rank);
-    if (a.type == Type::kF32) {
-      std::memcpy(static_cast<float*>(a.v_pages) + at, turned,
-                  static_cast<size_t>(a.H) * sizeof(float));
-    } else {
-      k.store_bf16(turned, a.H, static_cast<uint16_t*>(a.v_pages) + at);
-    }
+    put(k, a, turned, a.v_pages, to + offset * a.H, 1, nullptr);
     return;
   }
   for (int64_t head = 0; head < a.K; ++head) {
     const int64_t from = (row * a.K + head) * a.H, at = to + head * head_step(a);
+    const int64_t cell = scale_offset(a, slot, token) + head * a.Z + offset;
     k.rotate(a.k + from, a.cos + row * a.half, a.sin + row * a.half, a.half, a.H, 1.0f, turned);
-    if (a.type == Type::kF32) {
-      float* keys = static_cast<float*>(a.k_pages) + at + offset;
-      for (int64_t h = 0; h < a.H; ++h) keys[h * a.Z] = turned[h];
-      std::memcpy(static_cast<float*>(a.v_pages) + at + offset * a.H, a.v + from,
-                  static_cast<size_t>(a.H) * sizeof(float));
-    } else {
-      uint16_t narrow[kMaxHead];
-      k.store_bf16(turned, a.H, narrow);
-      uint16_t* keys = static_cast<uint16_t*>(a.k_pages) + at + offset;
-      for (int64_t h = 0; h < a.H; ++h) keys[h * a.Z] = narrow[h];
-      k.store_bf16(a.v + from, a.H, static_cast<uint16_t*>(a.v_pages) + at + offset * a.H);
-    }
+    put(k, a, turned, a.k_pages, at + offset, a.Z, a.k_scales ? a.k_scales + cell : nullptr);
+    put(k, a, a.v + from, a.v_pages, at + offset * a.H, 1,
+        a.v_scales ? a.v_scales + cell : nullptr);
   }
 }
 
@@ -164,16 +179,18 @@ struct Worker {
     return std::max<int64_t>(0, end - start);
   }
 
-  int64_t bytes() const { return a.type == Type::kF32 ? 4 : 2; }
   const void* key_block(int64_t token) const {
     if (!a.k_pages) return value_block(token);
     const int64_t at = page_offset(a, task.slot, token) + task.head * head_step(a) + token % a.Z;
-    return static_cast<const char*>(a.k_pages) + at * bytes();
+    return static_cast<const char*>(a.k_pages) + at * bytes(a.type);
   }
   const void* value_block(int64_t token) const {
     const int64_t at =
         page_offset(a, task.slot, token) + task.head * head_step(a) + token % a.Z * a.H;
-    return static_cast<const char*>(a.v_pages) + at * bytes();
+    return static_cast<const char*>(a.v_pages) + at * bytes(a.type);
+  }
+  const float* scale_block(const float* scales, int64_t token) const {
+    return scales + scale_offset(a, task.slot, token) + task.head * a.Z + token % a.Z;
   }
 
   bool rounds() const {
@@ -183,7 +200,10 @@ struct Worker {
   // `then`: what this thread will probably do after it.
   void span(int64_t index, float* peak, float* total, float* out, const Worker* then,
             int64_t then_index) const {
-    const void *keys[kSpan / kKeys], *values[kSpan / kKeys], *next[kAhead];
+    constexpr int64_t kBlocks = kSpan / kKeys;
+    const void *keys[kBlocks], *values[kBlocks], *next[kAhead];
+    const float *k_scales[kBlocks], *v_scales[kBlocks];
+    const bool codes = a.type == Type::kI8;
     const int64_t next_keys = then ? then->first_keys(then_index, next) : 0;
     int32_t low[kMaxQueries], high[kMaxQueries];
     const int64_t start = index * kSpan;
@@ -197,17 +217,21 @@ struct Worker {
     }
     // Blocks that no row sees may lie in pages given up: another's stand in, and are masked.
     const int64_t blocks = (count + kKeys - 1) / kKeys, first = std::min(seen, count - 1) / kKeys;
-    for (int64_t b = first; b < blocks; ++b) {
-      keys[b] = key_block(start + b * kKeys);
-      values[b] = value_block(start + b * kKeys);
+    const auto take = [&](auto& all, const auto& block) {
+      for (int64_t b = first; b < blocks; ++b) all[b] = block(start + b * kKeys);
+      std::fill(all, all + first, all[first]);
+      std::fill(all + blocks, all + kBlocks, all[first]);
+    };
+    take(keys, [&](int64_t token) { return key_block(token); });
+    take(values, [&](int64_t token) { return value_block(token); });
+    if (codes) {
+      take(k_scales, [&](int64_t token) { return scale_block(a.k_scales, token); });
+      take(v_scales, [&](int64_t token) { return scale_block(a.v_scales, token); });
     }
-    std::fill(keys, keys + first, keys[first]);
-    std::fill(values, values + first, values[first]);
-    std::fill(keys + blocks, keys + kSpan / kKeys, keys[first]);
-    std::fill(values + blocks, values + kSpan / kKeys, values[first]);
     const auto kernel = rounds() ? k.attend_rounded : k.attend[static_cast<int>(a.type)];
-    kernel(AttentionTile{q, task.heads, task.rows, a.H, keys, values, a.k_pages ? a.Z : 0,
-                         head_step(a), count, next, next_keys, low, high, a.softcap, out, peak, total});
+    kernel(AttentionTile{q, task.heads, task.rows, a.H, keys, values, codes ? k_scales : nullptr,
+                         codes ? v_scales : nullptr, a.Z, a.k_pages ? a.Z : 0, head_step(a), count,
+                         next, next_keys, low, high, a.softcap, out, peak, total});
   }
 
   // Folds the sinks in, as a last span of one key whose value is zero, and divides.

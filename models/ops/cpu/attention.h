@@ -20,7 +20,9 @@ struct Attention {
   void* k_pages;   // [P, K, H, Z], updated in place; Z is a multiple of kKeys. Null: keys are the
                    // values, as of latent attention, with K = 1; then `k` is not looked at
   void* v_pages;   // [P, K, Z, H], likewise
-  Type type;       // of the pages: kF32 or kBF16
+  float* k_scales;  // [P, K, Z] of kI8 pages, what their codes are times, likewise; else null
+  float* v_scales;
+  Type type;       // of the pages: kF32, kBF16, or kI8 where keys are not the values
   const int32_t* query_start;  // [S + 1]
   const int32_t* kv_lens;      // [S]
   const int32_t* page_table;   // [S, M]

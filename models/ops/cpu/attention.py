@@ -8,6 +8,7 @@ import numpy as np
 
 from ...errors import StokerError
 from ..layout import Layout
+from ..quant_pages import Pages, QuantPages, pack_pages
 from .library import load, why_unavailable
 from .matmul import isa_number
 
@@ -15,15 +16,15 @@ from .matmul import isa_number
 MAX_HEAD = 640
 #: Neighbouring keys that the kernels take at once, kKeys in kernels.h.
 KEYS = 16
-_PAGES = (jnp.float32, jnp.bfloat16)
+_PAGES = (jnp.float32, jnp.bfloat16, jnp.int8)
 
 
 def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     *,
     scale: float,
@@ -34,7 +35,7 @@ def attention(
     rounded: bool = False,
     isa: str = "best",
     threads: int = 0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages, Pages]:
     """Appends this step's keys and values to the pages, then attends causally over live pages.
 
     The online softmax of FlashAttention (Dao et al. 2022), a round to each 256 positions. Sums
@@ -45,8 +46,8 @@ def attention(
       q: `[T, N, H]`; float32, or bfloat16 (computed with as float32).
       k: `[T, K, H]`.
       v: `[T, K, H]`.
-      k_pages: float32 or bfloat16 `[P, K, H, Z]`, Z a multiple of 16; donate it, and it is updated
-        in place.
+      k_pages: float32 or bfloat16 `[P, K, H, Z]`, or `QuantPages` of such codes; Z is a multiple
+        of 16. Donate it, and it is updated in place.
       v_pages: `[P, K, Z, H]`, likewise.
       layout: where the rows sit. Padding rows write nothing and yield zeros.
       scale: factor on the scores, usually H ** -0.5.
@@ -86,8 +87,8 @@ def partial_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     *,
     share: jax.Array | int,
@@ -99,7 +100,7 @@ def partial_attention(
     rounded: bool = False,
     isa: str = "best",
     threads: int = 0,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Pages, Pages]:
     """`attention` over one of `shares` shares of each page's tokens; as `xla.partial_attention`.
 
     Further arguments and errors are those of `attention`.
@@ -123,8 +124,8 @@ def _call(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     *,
     turn: tuple[jax.Array, jax.Array] | None,
@@ -137,7 +138,7 @@ def _call(
     threads: int,
     share: jax.Array | int = 0,
     shares: int = 1,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Pages, Pages]:
     """Output float32, logarithms of sums (of one share: of no rows), and both page pools."""
     if load() is None:
         raise StokerError(str(why_unavailable()))
@@ -148,29 +149,27 @@ def _call(
         sinks = jnp.zeros(0, jnp.float32)
     _check(q, k, v, k_pages, v_pages, layout, turn, sinks)
     part, sums_shape = share_arguments(share, shares, q)
-    shapes = [
-        jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        sums_shape,
-        jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
-        jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
-    ]
+    (k_array, *k_scales), (v_array, *v_scales) = map(jax.tree.leaves, (k_pages, v_pages))
+    scales = (*k_scales, *v_scales)
+    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_array, v_array, *scales)]
     call = jax.ffi.ffi_call(
         "stoker_attention",
-        shapes,
+        [jax.ShapeDtypeStruct(q.shape, jnp.float32), sums_shape, *kept],
         vmap_method="sequential",
-        input_output_aliases={5: 2, 6: 3},
+        input_output_aliases={5: 2, 6: 3} | {12 + i: 4 + i for i in range(len(scales))},
     )
     rows = (x.astype(jnp.float32) for x in (q, k, v))
-    out, lse, k_pages, v_pages = call(
+    out, lse, k_array, v_array, *scales = call(
         *rows,
         *turn,
-        k_pages,
-        v_pages,
+        k_array,
+        v_array,
         layout.query_start,
         layout.kv_lens,
         layout.page_table,
         sinks,
         part,
+        *scales,
         window=np.int64(window),
         softcap=np.float32(softcap),
         scale=np.float32(scale),
@@ -179,7 +178,9 @@ def _call(
         isa=np.int64(isa_index),
         threads=np.int64(threads),
     )
-    return out, lse, k_pages, v_pages
+    if scales:
+        return out, lse, *pack_pages((k_array, scales[0], v_array, scales[1]))
+    return out, lse, k_array, v_array
 
 
 def share_arguments(
@@ -196,14 +197,14 @@ def _check(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     layout: Layout,
     turn: tuple[jax.Array, jax.Array],
     sinks: jax.Array,
 ) -> None:
     """Raises StokerError unless shapes and types fit each other."""
-    if q.ndim != 3 or k.ndim != 3 or k_pages.ndim != 4 or layout.page_table.ndim != 2:
+    if q.ndim != 3 or k.ndim != 3 or len(k_pages.shape) != 4 or layout.page_table.ndim != 2:
         raise StokerError(
             f"attention got q {list(q.shape)}, k {list(k.shape)}, pages {list(k_pages.shape)} and "
             f"table {list(layout.page_table.shape)}; these need 3, 3, 4 and 2 axes"
@@ -238,9 +239,19 @@ def _check(
         )
     if k_pages.dtype not in _PAGES or v_pages.dtype != k_pages.dtype:
         raise StokerError(
-            f"attention got pages of {k_pages.dtype} and {v_pages.dtype}; both must be float32 or "
-            "both bfloat16"
+            f"attention got pages of {k_pages.dtype} and {v_pages.dtype}; both must be float32, "
+            "bfloat16 or int8"
         )
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if isinstance(pages, QuantPages) != (pages.dtype == jnp.int8):
+            raise StokerError(f"attention got {name} of int8 without scales; pass QuantPages")
+        if isinstance(pages, QuantPages) and (
+            pages.scale.shape != (P, K, Z) or pages.scale.dtype != jnp.float32
+        ):
+            raise StokerError(
+                f"attention got scales of {name} that are {pages.scale.dtype} "
+                f"{list(pages.scale.shape)}; they must be float32 {[P, K, Z]}"
+            )
     if sinks.dtype != jnp.float32:
         raise StokerError(f"attention got sinks of {sinks.dtype}; they must be float32")
     for name in ("query_start", "kv_lens", "page_table"):

@@ -24,6 +24,16 @@ struct Element<Half> {
   STOKER_INLINE F get(const Half* p) { return load_half(&p->bits); }
   STOKER_INLINE F get_n(const Half* p, int64_t n) { return load_half_n(&p->bits, n); }
 };
+// Codes, without their scale.
+template <>
+struct Element<int8_t> {
+  STOKER_INLINE F get(const int8_t* p) { return load_i8(p); }
+  STOKER_INLINE F get_n(const int8_t* p, int64_t n) {
+    int8_t copy[kLanes] = {};
+    std::memcpy(copy, p, static_cast<size_t>(n));
+    return load_i8(copy);
+  }
+};
 
 // kOut weight rows by kCount activation rows, one sum each in registers.
 template <typename T, int kOut, int kCount>

@@ -27,13 +27,36 @@ bool take_share(const Share& share, int64_t shares, Lse& lse, Attention* a) {
          a->M * a->Z * shares <= std::numeric_limits<int32_t>::max();
 }
 
+// The type of pages; false of one that they do not have.
+bool take_type(ffi::DataType given, Type* type) {
+  if (given != ffi::DataType::F32 && given != ffi::DataType::BF16 && given != ffi::DataType::S8) {
+    return false;
+  }
+  *type = given == ffi::DataType::F32 ? Type::kF32
+          : given == ffi::DataType::BF16 ? Type::kBF16
+                                         : Type::kI8;
+  return true;
+}
+
+// The scales of keys or of values, updated in place; false where they do not fit.
+bool take_scales(const ffi::RemainingArgs& args, const ffi::RemainingRets& results, size_t index,
+                 const Attention& a, float** scales) {
+  const auto given = args.get<ffi::BufferR3<ffi::F32>>(index);
+  auto result = results.get<ffi::BufferR3<ffi::F32>>(index);
+  if (given.has_error() || result.has_error()) return false;
+  *scales = (*result)->typed_data();
+  return has_shape(*given, {a.P, a.K, a.Z}) && has_shape(**result, {a.P, a.K, a.Z}) &&
+         given->typed_data() == *scales;
+}
+
 ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
                      ffi::BufferR2<ffi::F32> cos, ffi::BufferR2<ffi::F32> sin, ffi::AnyBuffer k_pages,
                      ffi::AnyBuffer v_pages, ffi::BufferR1<ffi::S32> query_start,
                      ffi::BufferR1<ffi::S32> kv_lens, ffi::BufferR2<ffi::S32> page_table,
-                     ffi::BufferR1<ffi::F32> sinks, Share share, ffi::Result<Floats> out,
-                     ffi::Result<Lse> lse, ffi::Result<ffi::AnyBuffer> k_out,
-                     ffi::Result<ffi::AnyBuffer> v_out, int64_t window, float softcap, float scale,
+                     ffi::BufferR1<ffi::F32> sinks, Share share, ffi::RemainingArgs scales,
+                     ffi::Result<Floats> out, ffi::Result<Lse> lse,
+                     ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out,
+                     ffi::RemainingRets scales_out, int64_t window, float softcap, float scale,
                      int64_t shares, bool rounded, int64_t isa, int64_t limit) {
   Attention a{};
   a.T = q.dimensions()[0];
@@ -63,10 +86,18 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
   if (!shapes || !sizes || !take_share(share, shares, *lse, &a)) {
     return ffi::Error::InvalidArgument("attention: shapes do not match");
   }
-  if ((type != ffi::DataType::F32 && type != ffi::DataType::BF16) ||
-      v_pages.element_type() != type || k_out->element_type() != type ||
+  if (!take_type(type, &a.type) || v_pages.element_type() != type || k_out->element_type() != type ||
       v_out->element_type() != type) {
-    return ffi::Error::InvalidArgument("attention: pages must be float32 or bfloat16");
+    return ffi::Error::InvalidArgument("attention: pages must be float32, bfloat16 or int8");
+  }
+  const bool codes = a.type == Type::kI8;
+  if (scales.size() != (codes ? 2u : 0u) || scales_out.size() != scales.size()) {
+    return ffi::Error::InvalidArgument("attention: scales come with int8 pages, and only with them");
+  }
+  if (codes && !(take_scales(scales, scales_out, 0, a, &a.k_scales) &&
+                 take_scales(scales, scales_out, 1, a, &a.v_scales))) {
+    return ffi::Error::InvalidArgument(
+        "attention: scales must be float32 [P, K, Z], and one buffer with their results");
   }
   // XLA copies the pages into the results itself where they are not donated.
   if (k_out->untyped_data() != k_pages.untyped_data() ||
@@ -82,7 +113,6 @@ ffi::Error attention(ffi::ThreadPool threads, Floats q, Floats k, Floats v,
   a.sin = sin.typed_data();
   a.k_pages = k_out->untyped_data();
   a.v_pages = v_out->untyped_data();
-  a.type = type == ffi::DataType::F32 ? Type::kF32 : Type::kBF16;
   a.query_start = query_start.typed_data();
   a.kv_lens = kv_lens.typed_data();
   a.page_table = page_table.typed_data();
@@ -204,10 +234,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stoker_attention, stoker::attention,
                                   .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
                                   .Arg<xla::ffi::BufferR1<xla::ffi::F32>>()
                                   .Arg<stoker::Share>()
+                                  .RemainingArgs()
                                   .Ret<stoker::Floats>()
                                   .Ret<stoker::Lse>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .RemainingRets()
                                   .Attr<int64_t>("window")
                                   .Attr<float>("softcap")
                                   .Attr<float>("scale")

@@ -92,6 +92,11 @@ struct AttentionTile {
   // Heads are head_step apart.
   const void* const* k;
   const void* const* v;
+  // What the codes of each key of a block are times, if pages hold codes; else null. Heads are
+  // scale_step apart.
+  const float* const* k_scale;
+  const float* const* v_scale;
+  int64_t scale_step;
   int64_t key_step;
   int64_t head_step;
   int64_t keys;
@@ -109,6 +114,8 @@ struct Kernels {
   // x [rows, ld] into interleaved int8 codes; see Activations.
   void (*quantize)(const float* x, int64_t ld, int rows, int64_t C, int64_t block, int zero_point,
                    int8_t* codes, float* scale, float* sum, int32_t* init);
+  // x [n] into int8 codes, and the scale that they are times.
+  float (*quantize_row)(const float* x, int64_t n, int8_t* codes);
   // x [rows, ld] interleaved as it is, with sums per block.
   void (*interleave)(const float* x, int64_t ld, int rows, int64_t C, int64_t block, float* values,
                      float* sum);
@@ -122,7 +129,7 @@ struct Kernels {
   TileFn product[3][2][2][kMaxTiles][kMaxRows];
   TileFn exact[3][2][kMaxTiles][kMaxRows];  // scales are floats
   DenseFn dense[3][kMaxRows];      // [Type][rows - 1]
-  void (*attend[3])(const AttentionTile& tile);  // [Type of the pages]
+  void (*attend[4])(const AttentionTile& tile);  // [Type of the pages]; none for kF16
   // The same over bfloat16 pages, queries and weights being rounded to bfloat16 too; H is even.
   // Null where the processor has no products of such pairs.
   void (*attend_rounded)(const AttentionTile& tile);

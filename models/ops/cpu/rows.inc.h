@@ -103,6 +103,28 @@ static void quantize(const float* x, int64_t ld, int rows, int64_t C, int64_t bl
   }
 }
 
+// As `quantize_rows` of quant_pages.py. A NaN or infinity makes the scale one.
+static float quantize_row(const float* x, int64_t n, int8_t* codes) {
+  int32_t bits;
+  find_peaks<1>(x, 0, n, &bits);
+  float peak;
+  std::memcpy(&peak, &bits, 4);
+  const float scale = peak / 127.0f;
+  const bool usable = scale > 1e-30f && scale < std::numeric_limits<float>::infinity();
+  const F inverse = set1(usable ? 1.0f / scale : 0.0f);
+  for (int64_t c = 0; c < n; c += kLanes) {
+    const I code = to_int(mul(load_columns(x, c, n), inverse));
+    if (c + kLanes <= n) {
+      store_int8(codes + c, code);
+    } else {
+      int8_t last[kLanes];
+      store_int8(last, code);
+      std::memcpy(codes + c, last, static_cast<size_t>(n - c));
+    }
+  }
+  return scale;
+}
+
 static void interleave(const float* x, int64_t ld, int rows, int64_t C, int64_t block,
                        float* values, float* sum) {
   for (int row = 0; row < rows; ++row, x += ld) {

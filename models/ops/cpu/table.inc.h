@@ -22,6 +22,7 @@ template <int... kCounts>
 static Kernels make_table(std::integer_sequence<int, kCounts...>) {
   return Kernels{
       quantize,
+      quantize_row,
       interleave,
       expand,
       kReadsHalves,
@@ -35,7 +36,7 @@ static Kernels make_table(std::integer_sequence<int, kCounts...>) {
       {{dense<float, kCounts + 1>...},
        {dense<Bf16, kCounts + 1>...},
        {dense<Half, kCounts + 1>...}},
-      {attend<float>, attend<Bf16>, attend<Half>},
+      {attend<float>, attend<Bf16>, nullptr, attend<int8_t>},
       nullptr,
       merge,
       scale,

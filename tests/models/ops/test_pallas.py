@@ -195,5 +195,5 @@ def test_pages_follow_the_platform() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(StokerError, match="kernels 'tpu' were asked for, but this is a cpu host"):
         choose_kernels("tpu")
-    with pytest.raises(StokerError, match="not int8"):
-        dataclasses.replace(TINY, kernels=Kernels("cpu"), kv_dtype="int8")
+    with pytest.raises(StokerError, match="float32, bfloat16, int8, not float8_e4m3fn"):
+        dataclasses.replace(TINY, kernels=Kernels("cpu"), kv_dtype="float8_e4m3fn")
