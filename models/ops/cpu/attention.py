@@ -150,7 +150,7 @@ def _call(
     _check(q, k, v, k_pages, v_pages, layout, turn, sinks)
     part, sums_shape = share_arguments(share, shares, q)
     (k_array, *k_scales), (v_array, *v_scales) = map(jax.tree.leaves, (k_pages, v_pages))
-    scales = (*k_scales, *v_scales)
+    scales = [*k_scales, *v_scales]
     kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_array, v_array, *scales)]
     call = jax.ffi.ffi_call(
         "stoker_attention",

@@ -122,7 +122,13 @@ def test_handler_refuses_what_python_would_not_send() -> None:
     q, k, v, k_pages, v_pages = step.arrays
     layout: Layout = step.layout
     turn = jnp.zeros((q.shape[0], 0))
-    rest = layout.query_start, layout.kv_lens, layout.page_table, jnp.zeros(0), jnp.zeros(0, "int32")
+    rest = (
+        layout.query_start,
+        layout.kv_lens,
+        layout.page_table,
+        jnp.zeros(0),
+        jnp.zeros(0, "int32"),
+    )
     plain = jnp.zeros(k_pages.shape), jnp.zeros(v_pages.shape)
     codes, scales = (k_pages.codes, v_pages.codes), (k_pages.scale, v_pages.scale)
 
