@@ -18,6 +18,20 @@ struct Run {
   STOKER_INLINE void get_sums(const float* p, F* x) { x[0] = load(p); }
   STOKER_INLINE void put(const F* x, float* p) { store(p, x[0]); }
 };
+// Two at once, where a block has as many: a row's number is loaded for each run.
+template <>
+struct Run<int8_t> {
+  static constexpr int kVectors = std::clamp(kKeys / kLanes, 1, 2);
+  STOKER_INLINE void get(const int8_t* p, F* x) {
+    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_i8(p + v * kLanes);
+  }
+  STOKER_INLINE void get_sums(const float* p, F* x) {
+    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load(p + v * kLanes);
+  }
+  STOKER_INLINE void put(const F* x, float* p) {
+    STOKER_UNROLL for (int v = 0; v < kVectors; ++v) store(p + v * kLanes, x[v]);
+  }
+};
 template <>
 struct Run<Bf16> {
   static constexpr int kVectors = kWidened;
