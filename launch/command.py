@@ -129,6 +129,19 @@ def _tolerate_narrow_terminals() -> None:
             stream.reconfigure(errors="replace")
 
 
+def make_folder(flag: str, path: str) -> None:
+    """Makes the folder that a flag names, unless it is there.
+
+    Raises:
+      StokerError: it cannot be made, or is a file.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StokerError(f"--{flag}: cannot make the folder {path!r}: {reason}") from None
+
+
 def write_output(flag: str, path: str, text: str) -> None:
     """Writes the file that a flag names, or to standard output where that is -.
 

@@ -31,7 +31,7 @@ from ..models.random_weights import WEIGHTS, architecture, architectures
 from ..models.sources import resolve
 from ..sharding import make_mesh, parse_mesh, parse_rules
 from . import common
-from .command import Command, write_output
+from .command import Command, make_folder, write_output
 from .compile_tables import print_report
 from .meshes import define_mesh_flags
 
@@ -90,7 +90,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "Keep compiled programs in the cache folder, for a faster next time.",
         flag_values=values,
     )
-    string("text", None, "Write what each program consists of to files in this folder.")
+    string("text", None, "Write what each program consists of to files in this folder, made if need be.")
     string("json", None, "Write one JSON object to this file, or - for standard output.")
 
 
@@ -99,6 +99,8 @@ def run(values: flags.FlagValues) -> None:
     prepare_process()
     if values.target is None:
         raise StokerError("compile for what? give --target, as in --target=v5e:2x4 or h200")
+    if values.text is not None:
+        make_folder("text", values.text)
     target = find_target(values.target)
     common.cache_programs(values)
     setup = new_setup(values, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,19 @@ def test_without_a_compiler_one_line_says_what_to_install(
         status, out, err = run(capsys, f"--target={target}")
         assert (status, out, err.count("\n")) == (1, "", 1)
         assert f"pip install 'stoker[{extra}]'" in err
+
+
+def test_a_folder_is_made_or_refused_before_compiling(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "_installed", lambda _: False)
+    status, _, err = run(capsys, "--target=v5e:2x4", f"--text={tmp_path / 'new' / 'folder'}")
+    assert (status, "--text" in err) == (1, False)
+    assert (tmp_path / "new" / "folder").is_dir()
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    status, _, err = run(capsys, "--target=v5e:2x4", f"--text={taken}")
+    assert status == 1 and f"--text: cannot make the folder '{taken}': File exists" in err
 
 
 def test_targets_are_named_by_kind_and_topology(capsys: pytest.CaptureFixture[str]) -> None:
