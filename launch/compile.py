@@ -90,7 +90,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "Keep compiled programs in the cache folder, for a faster next time.",
         flag_values=values,
     )
-    string("text", None, "Write what each program consists of to files in this folder, made if need be.")
+    string("text", None, "Write what each program consists of to files in this folder.")
     string("json", None, "Write one JSON object to this file, or - for standard output.")
 
 
