@@ -67,8 +67,7 @@ static void times_scales(const AttentionTile& tile, const float* const* scales, 
                          int64_t to, float* numbers) {
   for (int64_t head = 0; head < tile.heads; ++head) {
     for (int64_t key = from; key < to; key += kLanes) {
-      const float* factors = scales[key / kKeys] + head * tile.scale_step + key % kKeys;
-      const F factor = load(factors);
+      const F factor = load(scales[key / kKeys] + head * tile.scale_step + key % kKeys);
       for (int64_t r = 0; r < tile.rows; ++r) {
         float* at = numbers + (head * tile.rows + r) * kSpan + key;
         store(at, mul(load(at), factor));

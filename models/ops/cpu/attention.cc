@@ -86,8 +86,6 @@ int64_t scale_offset(const Attention& a, int64_t slot, int64_t at) {
   return a.page_table[slot * a.M + at / a.Z] * a.K * a.Z;
 }
 
-int64_t bytes(Type type) { return type == Type::kF32 ? 4 : type == Type::kBF16 ? 2 : 1; }
-
 template <typename T>
 void spread(const T* from, int64_t n, T* to, int64_t step) {
   for (int64_t i = 0; i < n; ++i) to[i * step] = from[i];
@@ -182,12 +180,12 @@ struct Worker {
   const void* key_block(int64_t token) const {
     if (!a.k_pages) return value_block(token);
     const int64_t at = page_offset(a, task.slot, token) + task.head * head_step(a) + token % a.Z;
-    return static_cast<const char*>(a.k_pages) + at * bytes(a.type);
+    return static_cast<const char*>(a.k_pages) + at * width(a.type);
   }
   const void* value_block(int64_t token) const {
     const int64_t at =
         page_offset(a, task.slot, token) + task.head * head_step(a) + token % a.Z * a.H;
-    return static_cast<const char*>(a.v_pages) + at * bytes(a.type);
+    return static_cast<const char*>(a.v_pages) + at * width(a.type);
   }
   const float* scale_block(const float* scales, int64_t token) const {
     return scales + scale_offset(a, task.slot, token) + task.head * a.Z + token % a.Z;

@@ -178,9 +178,7 @@ def _call(
         isa=np.int64(isa_index),
         threads=np.int64(threads),
     )
-    if scales:
-        return out, lse, *pack_pages((k_array, scales[0], v_array, scales[1]))
-    return out, lse, k_array, v_array
+    return out, lse, *pack_pages((k_array, *scales[:1], v_array, *scales[1:]))
 
 
 def share_arguments(
@@ -244,7 +242,11 @@ def _check(
         )
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if isinstance(pages, QuantPages) != (pages.dtype == jnp.int8):
-            raise StokerError(f"attention got {name} of int8 without scales; pass QuantPages")
+            scaled = "with" if isinstance(pages, QuantPages) else "without"
+            raise StokerError(
+                f"attention got {name} of {pages.dtype} {scaled} scales; int8 pages are "
+                "QuantPages, and no others"
+            )
         if isinstance(pages, QuantPages) and (
             pages.scale.shape != (P, K, Z) or pages.scale.dtype != jnp.float32
         ):

@@ -77,12 +77,14 @@ STOKER_INLINE void put_totals(const F (&total)[kCount][kVectors], float* to, int
   }
 }
 
-// A span's blocks of keys or values, of one head: those at work, and those that will be wanted a
-// round later, to be fetched a line at a time meanwhile: all at once, they would be waited for.
-struct Blocks {
-  const void* now[kSpan / kKeys];
-  const void* later[kSpan / kKeys];  // without gaps
+// Blocks of keys or values, of one head: those at work, and those that will be wanted a round later,
+// to be fetched a line at a time meanwhile: all at once, they would be waited for.
+template <typename T, int64_t kCount>
+struct BlocksOf {
+  const T* now[kCount];
+  const T* later[kCount];  // without gaps
 };
+using Blocks = BlocksOf<void, kSpan / kKeys>;  // of a span
 
 // Scores of kCount rows with kVectors * kLanes keys from `key` on. Element h of a block's keys is at
 // h * step. With kFetch, as many lines of later blocks are fetched.

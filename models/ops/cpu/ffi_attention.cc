@@ -163,8 +163,7 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
   if (!shapes || !sizes || !take_share(share, shares, *lse, &a)) {
     return ffi::Error::InvalidArgument("latent attention: shapes do not match");
   }
-  if ((type != ffi::DataType::F32 && type != ffi::DataType::BF16) ||
-      pages_out->element_type() != type) {
+  if (!take_type(type, &a.type) || a.type == Type::kI8 || pages_out->element_type() != type) {
     return ffi::Error::InvalidArgument("latent attention: pages must be float32 or bfloat16");
   }
   if (pages_out->untyped_data() != pages.untyped_data()) {
@@ -179,7 +178,6 @@ ffi::Error latent_attention(ffi::ThreadPool threads, Floats q, ffi::BufferR2<ffi
   a.cos = cos.typed_data();
   a.sin = sin.typed_data();
   a.v_pages = pages_out->untyped_data();
-  a.type = type == ffi::DataType::F32 ? Type::kF32 : Type::kBF16;
   a.query_start = query_start.typed_data();
   a.kv_lens = kv_lens.typed_data();
   a.page_table = page_table.typed_data();

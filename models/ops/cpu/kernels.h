@@ -18,6 +18,10 @@ constexpr int kMaxQueries = 48;           // query rows of one attention tile at
 constexpr int kQueryFloats = 16 * 1024;   // and their elements at most
 
 enum class Type : int32_t { kF32, kBF16, kF16, kI8, kU8 };
+// Bytes of one value.
+constexpr int64_t width(Type type) {
+  return type == Type::kF32 ? 4 : type == Type::kBF16 || type == Type::kF16 ? 2 : 1;
+}
 // How packed weights are coded: two codes to a byte, one, or two indices of a table of sixteen.
 enum class Code : int32_t { kNibble, kByte, kTable };
 

@@ -214,14 +214,13 @@ void add_bias(const Weight& w, int64_t tile, int64_t count, int64_t t0, int64_t 
 
 void dense_tile(const Kernels& k, const Weight& w, const float* x, int64_t tile, int64_t t0,
                 int64_t t1, int64_t C) {
-  static constexpr int64_t kBytes[] = {4, 2, 2};
   const int64_t end = std::min(w.R, (tile + 1) * kTile);
   const char* data = static_cast<const char*>(w.data);
   for (int64_t t = t0; t < t1; t += kMaxRows) {
     const DenseFn kernel =
         k.dense[static_cast<int>(w.type)][std::min<int64_t>(kMaxRows, t1 - t) - 1];
     for (int64_t r = tile * kTile; r < end; r += 4) {
-      kernel(data + r * C * kBytes[static_cast<int>(w.type)], C, std::min<int64_t>(4, end - r),
+      kernel(data + r * C * width(w.type), C, std::min<int64_t>(4, end - r),
              x + t * C, w.out + t * w.R + r, w.R);
     }
   }

@@ -42,12 +42,8 @@ static void narrow(const float* x, int64_t n, uint16_t* out) {
   }
 }
 
-// A round's blocks of keys or values, and what is wanted a round later; see Blocks.
-struct PairBlocks {
-  static constexpr int kBlocks = Heads<Bf16>::kLength / kKeys;
-  const Bf16* now[kBlocks];
-  const Bf16* later[kBlocks];
-};
+constexpr int kRoundBlocks = Heads<Bf16>::kLength / kKeys;
+using PairBlocks = BlocksOf<Bf16, kRoundBlocks>;  // of a round
 
 // As score_block, of keys as they lie or in pairs.
 template <int kVectors, int kCount, bool kPaired>
@@ -159,7 +155,6 @@ static void weigh_pairs(const uint16_t* weights, const PairBlocks& blocks, int64
 // is put in pairs once.
 template <bool kPaired>
 struct PairRound : Heads<Bf16> {
-  static constexpr int kBlocks = PairBlocks::kBlocks;
   alignas(64) uint16_t q[kQueryFloats];
   alignas(64) Bf16 pairs[kPaired ? kMaxHead * kLength : 1];
   alignas(64) uint16_t weights[kMaxQueries * kLength];
@@ -171,7 +166,7 @@ struct PairRound : Heads<Bf16> {
   }
 
   void take(const void* const* pages, int64_t head, int64_t key, bool keys) {
-    for (int64_t i = 0; i < kBlocks; ++i) {
+    for (int64_t i = 0; i < kRoundBlocks; ++i) {
       const int64_t b = key / kKeys + i;
       blocks.now[i] = block(pages, b, head);
       blocks.later[i] = meanwhile ? later(b, head, keys) : blocks.now[i];
@@ -224,7 +219,7 @@ struct PairRound : Heads<Bf16> {
     }
     if constexpr (kPaired) pair_keys();
     by_rows(tile.rows, [&](int64_t r, auto count) {
-      score_pairs<kBlocks, decltype(count)::value, kPaired>(
+      score_pairs<kRoundBlocks, decltype(count)::value, kPaired>(
           q + (head * tile.rows + r) * tile.H, tile.H, blocks, kPaired ? kKeys : tile.key_step,
           scores + r * kSpan + key);
     });

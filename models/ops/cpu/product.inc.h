@@ -15,11 +15,6 @@ STOKER_INLINE F load_scale(const uint8_t* p) {
   return load_u8(p);
 }
 
-// Bytes of one value.
-constexpr int64_t width(Type type) {
-  return type == Type::kF32 ? 4 : type == Type::kBF16 || type == Type::kF16 ? 2 : 1;
-}
-
 // The values of each block, or with kFactor, times the values that are there; `repeat` blocks share
 // one, and a record has `each`.
 template <Type kType, bool kFactor>
