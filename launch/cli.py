@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .command import INTERRUPTED, SUMMARIES, USAGE
+from .memory import made_to_last
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     try:
         # Imported only now: `stoker --help` should not wait for JAX.
-        command = importlib.import_module(f".{name}", __package__).COMMAND
+        with made_to_last():
+            command = importlib.import_module(f".{name}", __package__).COMMAND
     except KeyboardInterrupt:
         return INTERRUPTED
     return command.main(rest)

@@ -1,0 +1,38 @@
+"""Python's collector while a command starts."""
+
+import gc
+
+import pytest
+
+from stoker.launch.memory import made_to_last
+
+
+@pytest.fixture(autouse=True)
+def _thawed():
+    yield
+    gc.unfreeze()
+
+
+def test_nothing_is_collected_inside_nor_looked_through_afterwards() -> None:
+    before = gc.get_freeze_count()
+    with made_to_last():
+        assert not gc.isenabled()
+        lasting = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(lasting)
+
+
+def test_a_failure_inside_leaves_the_collector_as_it_was() -> None:
+    with pytest.raises(ImportError), made_to_last():
+        raise ImportError
+    assert gc.isenabled()
+
+
+def test_who_has_turned_the_collector_off_keeps_it_off() -> None:
+    gc.disable()
+    try:
+        with made_to_last():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
