@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 import time
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from ..models.config import Kernels, ModelConfig
+from ..models.host_threads import usable_cores
 from ..models.ops import cpu
 from ..models.pages import layer_token_bytes
 from ..models.parameters import Params, count_bytes, count_elements
@@ -222,12 +222,6 @@ def arithmetic_peak(kernels: Kernels) -> tuple[float, str]:
     threads = usable_cores()
     peak = cpu.peak_operations(library, kernels.activations, threads)
     return peak, f"{kernels.activations}, measured with {threads} threads"
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def peak_memory() -> int:

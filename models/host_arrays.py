@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -29,14 +30,19 @@ class Arena:
 
     The pieces ask for the system's huge pages (2 MB): a decode step reads each weight once, and
     translating addresses costs it a few percent of its time. A piece lives as long as any array in
-    it.
+    it. Threads may share an arena.
     """
 
     def __init__(self) -> None:
         self._left = np.empty(0, np.uint8)
+        self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An uninitialised array."""
+        with self._lock:
+            return self._next(shape, dtype)
+
+    def _next(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         needed = math.prod(shape) * dtype.itemsize + _ALIGNMENT
         if needed > len(self._left):
             # Private memory: shared mappings get no huge pages.

@@ -28,10 +28,11 @@ from .families.hf_config import ConfigJson
 from .families.hf_config import model_config as config_from_json
 from .families.naming import Naming
 from .host_arrays import Arena
+from .host_threads import at_once
 from .json_files import read_json
 from .ops import cpu
 from .parameters import Params, abstract_params, named_parameters, unflatten
-from .placing.placement import place_parameter, split_config
+from .placing.placement import Reader, place_parameter, split_config
 from .quantise import Quantisation
 from .quantized import QuantArray, ready
 from .sources import DEFAULT_MODEL, resolve
@@ -268,14 +269,15 @@ def load_params(
 ) -> Params:
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
 
-    Tensors are converted one by one, the largest first, and each one's pages of the file are given
-    back before the next, so memory peaks near the size of the parameters themselves.
+    Tensors are converted by all processors, the largest first, as many at once as fit beside each
+    other (see `at_once`), and each one's pages of the file are given back after it, so memory peaks
+    near the size of the parameters themselves.
 
     Args:
       checkpoint: an open checkpoint.
       family: of the checkpoint.
       config: the architecture of the checkpoint.
-      place: puts one leaf of a parameter (given its dotted path) on the device.
+      place: puts one leaf of a parameter (given its dotted path) on the device; called by threads.
       mesh: places parameters instead, as `config.split` says; they are read part by part.
       quantise: what becomes of dense matrices; None: they stay dense.
       progress: told how many bytes of tensors have been read.
@@ -284,31 +286,42 @@ def load_params(
       The tree of `abstract_params(config)`: quantised matrices as `QuantArray` (packed where the
       CPU kernels run), dense ones in the file's own type, norms and biases in float32.
     """
-    values: dict[str, Any] = {}
-    arena, widened = Arena(), 0
+    arena = Arena()
     parameters = dict(named_parameters(abstract_params(config)))
-    for path, read in read_parameters(
-        checkpoint, naming_of(checkpoint, family), config, quantise=quantise, progress=progress
-    ):
+    widened: list[str] = []
+
+    def make(named: tuple[str, Reader]) -> Any:
+        path, read = named
         if mesh is not None:
-            values[path] = place_parameter(parameters[path], config, mesh, read, arena.empty)
-            continue
+            return place_parameter(parameters[path], config, mesh, read, arena.empty)
         value = read()
-        packs = isinstance(value, QuantArray)
-        if config.kernels.platform == "cpu" and packs:
+        if isinstance(value, QuantArray) and config.kernels.platform == "cpu":
             value = cpu.prepare(value, arena.empty)
-            widened += not isinstance(value, cpu.PackedArray)
-        if config.kernels.platform == "tpu" and packs:
+            if not isinstance(value, cpu.PackedArray):
+                widened.append(path)
+        elif isinstance(value, QuantArray) and config.kernels.platform == "tpu":
             value = ready(value)
-        values[path] = jax.tree.map(lambda leaf, path=path: place(path, leaf), value)
-        # What is packed or placed must not stay while the next one is read.
-        del value
+        return jax.tree.map(lambda leaf: place(path, leaf), value)
+
+    readers = list(
+        read_parameters(checkpoint, naming_of(checkpoint, family), config, quantise=quantise)
+    )
+    sizes = [read.nbytes for _, read in readers]
+    # Parts of a mesh are placed one after the other: several processes take the same order.
+    made = at_once(make, readers, sizes, threads=None if mesh is None else 1)
+    values: dict[str, Any] = {}
+    done, total = 0, sum(sizes)
+    for (path, _), size, value in zip(readers, sizes, made, strict=True):
+        values[path] = value
+        done += size
+        if progress is not None:
+            progress(done, total)
     if widened:
         _LOG.warning(
             "stoker: %d matrices of 8-bit floats (or groups that are not whole fours) are held as "
             "bfloat16 or float32, since the CPU kernels multiply with integers only; kernels='xla' "
             "keeps them as they are",
-            widened,
+            len(widened),
         )
     return unflatten(abstract_params(config), values)
 

@@ -7,7 +7,7 @@ in the order of columns. Layouts: https://github.com/ggml-org/ggml/blob/master/s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -30,11 +30,27 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0]
 
 
-def _fields(values: np.ndarray, run: int, shifts: Iterable[int], mask: int) -> np.ndarray:
+def _words(values: np.ndarray, width: int) -> np.ndarray:
+    """Bytes `[R, blocks, n]` as words `[rows, width / size]`, eight or four bytes to a word.
+
+    NumPy takes as long for a byte as for a word, and much longer for rows that are short.
+    """
+    kind = np.dtype(np.uint64 if width % 8 == 0 else np.uint32)
+    return np.ascontiguousarray(values).view(kind).reshape(-1, width // kind.itemsize)
+
+
+def _each(words: np.ndarray, byte: int) -> np.unsignedinteger:
+    """A word of `byte`s."""
+    return words.dtype.type(int.from_bytes(bytes([byte] * words.itemsize), "little"))
+
+
+def _fields(values: np.ndarray, run: int, shifts: Sequence[int], mask: int) -> np.ndarray:
     """Bit fields `[R, blocks, n]`: of each run of bytes, first the fields at the first shift."""
-    shift = np.fromiter(shifts, np.uint8).reshape(-1, 1)
-    fields = (values.reshape(*values.shape[:2], -1, 1, run) >> shift) & np.uint8(mask)
-    return fields.reshape(*values.shape[:2], -1)
+    words = _words(values, run)
+    fields = np.empty((len(words), len(shifts), words.shape[-1]), words.dtype)
+    for index, shift in enumerate(shifts):
+        fields[:, index] = words >> words.dtype.type(shift) & _each(words, mask)
+    return fields.view(np.uint8).reshape(*values.shape[:2], -1)
 
 
 def _nibbles(values: np.ndarray, run: int) -> np.ndarray:
@@ -43,9 +59,9 @@ def _nibbles(values: np.ndarray, run: int) -> np.ndarray:
 
 def _pack(codes: np.ndarray, group: int) -> np.ndarray:
     """4-bit codes `[R, blocks, n]` as the bytes of `QuantArray.codes`, `[R, blocks, n/2]`."""
-    halves = codes.reshape(*codes.shape[:2], -1, 2, group // 2)
-    packed = halves[..., 0, :] | halves[..., 1, :] << np.uint8(4)
-    return packed.reshape(*codes.shape[:2], -1)
+    words = _words(codes, group // 2)
+    packed = words[::2] | words[1::2] << words.dtype.type(4)
+    return packed.view(np.uint8).reshape(*codes.shape[:2], -1)
 
 
 def _q4_0(blocks: np.ndarray) -> Leaves:
@@ -98,13 +114,18 @@ def _q3_k(blocks: np.ndarray) -> Leaves:
 
 def _minima(blocks: np.ndarray) -> Leaves:
     """Scales and minima of Q4_K and Q5_K: eight of each, 6 bits wide, in bytes 4 to 15."""
-    scale, minimum, rest = (blocks[..., at : at + 4] for at in (4, 8, 12))
-    return {
-        "scale": np.concatenate([scale & 63, rest & 15 | scale >> 2 & 48], axis=-1),
-        "minimum": np.concatenate([minimum & 63, rest >> 4 | minimum >> 2 & 48], axis=-1),
-        "super_scale": _half(blocks, 0),
-        "super_minimum": -_half(blocks, 2),
+    scale, minimum, rest = _words(blocks[..., 4:16], 4).reshape(-1, 3).T
+    low, six, high = (_each(scale, byte) for byte in (15, 63, 48))
+    four, two = scale.dtype.type(4), scale.dtype.type(2)
+    found = {
+        "scale": (scale & six, rest & low | scale >> two & high),
+        "minimum": (minimum & six, rest >> four & low | minimum >> two & high),
     }
+    leaves = {
+        name: np.stack(words, axis=-1).view(np.uint8).reshape(*blocks.shape[:2], 8)
+        for name, words in found.items()
+    }
+    return leaves | {"super_scale": _half(blocks, 0), "super_minimum": -_half(blocks, 2)}
 
 
 def _q4_k(blocks: np.ndarray) -> Leaves:

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import logging
 import pathlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -182,6 +183,7 @@ class OrbaxArrays:
         # The order in which `read_parameters` asks: what is read ahead is what comes next.
         self._order = sorted(manifest.parameters.values(), key=lambda stored: -stored.nbytes)
         self._ahead: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()  # of what was read ahead
 
     def leaves(self) -> Mapping[str, Leaf]:
         """Names, shapes and types of all arrays, as Orbax has them."""
@@ -206,9 +208,10 @@ class OrbaxArrays:
                 name: self._read_part(name, stored.leaf_index(leaf, index))
                 for name, leaf in wanted.items()
             }
-        if not self._ahead.keys() >= wanted.keys():
-            self._ahead = self._read_from(stored)
-        return {name: self._ahead.pop(name) for name in wanted}
+        with self._lock:
+            if not self._ahead.keys() >= wanted.keys():
+                self._ahead |= self._read_from(stored)
+            return {name: self._ahead.pop(name) for name in wanted}
 
     def release(self, stored: Stored) -> None:
         """Nothing is mapped."""

@@ -60,8 +60,9 @@ def read_parameters(
     """Yields dotted path and reader of each parameter, the largest first.
 
     Nothing is kept here: a reader holds, while it runs, one tensor and what becomes of it, or of
-    the part that it was asked for. Parts have the values of the whole, bit for bit; where they are
-    quantised here, but for roundings of a search that small ones run as another program.
+    the part that it was asked for; several may run at once. Parts have the values of the whole, bit
+    for bit; where they are quantised here, but for roundings of a search that small ones run as
+    another program.
 
     Args:
       checkpoint: one that fits `config`.
@@ -114,7 +115,8 @@ def read_parameters(
             except NotFiniteError as error:
                 raise StokerError(f"'{path}' {error}") from None
 
-        yield path, Reader(math.lcm(*units) if len(parameter.shape) > 1 else 1, part)
+        unit = math.lcm(*units) if len(parameter.shape) > 1 else 1
+        yield path, Reader(unit, part, sizes[path])
         done += sizes[path]
         if progress is not None:
             progress(done, total)

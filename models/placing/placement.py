@@ -34,10 +34,12 @@ class Reader:
       unit: elements of the last axis that can only be read together: slices of it begin at
         multiples of this, and end at others or with the axis.
       part: a part, with NumPy leaves, by slices of the axes; the last ones may be left out.
+      nbytes: what the parameter takes where it is read from; 0 where nobody asks.
     """
 
     unit: int
     part: Callable[[tuple[slice, ...]], Any]
+    nbytes: int = 0
 
     def __call__(self, *index: slice) -> Any:
         """The parameter, or what these slices of its axes are."""
