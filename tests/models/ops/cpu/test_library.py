@@ -6,8 +6,10 @@ import os
 import pathlib
 import subprocess
 import sys
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
 from stoker.models.ops import cpu
 from stoker.models.ops.cpu import library
@@ -88,6 +90,21 @@ def test_the_warning_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_load", lambda: "the reason")
     assert library.load() is None
     assert "slow reference, since the reason" in str(library.why_unavailable())
+
+
+def test_kernels_are_compiled_with_the_oldest_headers() -> None:
+    # An older jaxlib refuses what newer headers made; a newer one takes what older ones made.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = map(Requirement, project["project"]["dependencies"])
+    (supported,) = (each.specifier for each in wanted if each.name == "jax")
+    built = map(Requirement, project["build-system"]["requires"])
+    (headers,) = (
+        each.specifier
+        for each in built
+        if each.name == "jax" and (each.marker is None or each.marker.evaluate())
+    )
+    assert "0.10.2" in supported and "0.9.9" not in supported
+    assert "0.10.2" in headers and "0.11.0" not in headers
 
 
 def test_no_compiler_is_no_failure(tmp_path: pathlib.Path) -> None:
