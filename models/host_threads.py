@@ -14,7 +14,7 @@ R = TypeVar("R")
 #: More threads than this wait for each other and for the disk.
 _MOST_THREADS = 8
 #: Bytes that may be at work together even where no item is as large.
-_ROOM = 128 << 20
+_ROOM = 32 << 20
 
 
 def usable_cores() -> int:

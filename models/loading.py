@@ -270,8 +270,8 @@ def load_params(
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
 
     Tensors are converted by all processors, the largest first, as many at once as fit beside each
-    other (see `at_once`), and each one's pages of the file are given back after it, so memory peaks
-    near the size of the parameters themselves.
+    other (see `at_once`; one by one where they are quantised or placed on a mesh), and each one's
+    pages of the file are given back after it, so memory peaks near the size of the parameters.
 
     Args:
       checkpoint: an open checkpoint.
@@ -307,8 +307,10 @@ def load_params(
         read_parameters(checkpoint, naming_of(checkpoint, family), config, quantise=quantise)
     )
     sizes = [read.nbytes for _, read in readers]
-    # Parts of a mesh are placed one after the other: several processes take the same order.
-    made = at_once(make, readers, sizes, threads=None if mesh is None else 1)
+    # Parts of a mesh are placed one after the other, in the same order by all processes; and what
+    # quantises has every core at work already, and much memory.
+    threads = None if mesh is None and quantise is None else 1
+    made = at_once(make, readers, sizes, threads)
     values: dict[str, Any] = {}
     done, total = 0, sum(sizes)
     for (path, _), size, value in zip(readers, sizes, made, strict=True):
