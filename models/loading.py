@@ -18,7 +18,7 @@ from .checkpoints.gguf import GGUFCheckpoint
 from .checkpoints.manifest import is_native_folder
 from .checkpoints.native import NativeCheckpoint
 from .checkpoints.prequantised import QuantisedCheckpoint, open_prequantised
-from .checkpoints.reading import Progress, is_turned, read_parameters
+from .checkpoints.reading import Progress, is_turned, read_parameters, reported
 from .checkpoints.safetensors import SafetensorsCheckpoint, is_safetensors_folder
 from .config import PALLAS, Kernels, ModelConfig
 from .errors import StokerError
@@ -310,14 +310,8 @@ def load_params(
     # Parts of a mesh are placed one after the other, in the same order by all processes; and what
     # quantises has every core at work already, and much memory.
     threads = None if mesh is None and quantise is None else 1
-    made = at_once(make, readers, sizes, threads)
-    values: dict[str, Any] = {}
-    done, total = 0, sum(sizes)
-    for (path, _), size, value in zip(readers, sizes, made, strict=True):
-        values[path] = value
-        done += size
-        if progress is not None:
-            progress(done, total)
+    made = reported(at_once(make, readers, sizes, threads), sizes, progress)
+    values = {path: value for (path, _), value in zip(readers, made, strict=True)}
     if widened:
         _LOG.warning(
             "stoker: %d matrices of 8-bit floats (or groups that are not whole fours) are held as "

@@ -25,7 +25,7 @@ from . import manifest, orbax
 from .gguf import GGUFCheckpoint
 from .manifest import Manifest, Stored, is_native_folder
 from .native import SPELLINGS
-from .reading import Progress, read_parameters
+from .reading import Progress, read_parameters, reported
 from .safetensors_writer import SHARD_BYTES, SafetensorsWriter
 
 #: Types that dense matrices may be written in.
@@ -100,14 +100,16 @@ def convert_model(
     # A tokenizer that cannot be read later is better refused now.
     check_vocabulary(name, opened.tokenizer(), opened.config)
     with _fresh_folder(target, _estimate(opened, how, dtype), overwrite) as folder:
-        parameters = read_parameters(
-            opened.checkpoint,
-            naming_of(opened.checkpoint, opened.family),
-            opened.config,
-            quantise=how,
-            dense=dtype,
-            progress=progress,
+        readers = list(
+            read_parameters(
+                opened.checkpoint,
+                naming_of(opened.checkpoint, opened.family),
+                opened.config,
+                quantise=how,
+                dense=dtype,
+            )
         )
+        parameters = reported(readers, [read.nbytes for _, read in readers], progress)
         stored = _write(folder, parameters, opened, to, shard_bytes)
         steps = [str(name), *([dtype] if dtype else []), *([str(how)] if how else [])]
         Manifest(opened.config, stored, to, ", ".join(steps)).write(folder)

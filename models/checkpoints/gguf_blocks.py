@@ -39,9 +39,9 @@ def _words(values: np.ndarray, width: int) -> np.ndarray:
     return np.ascontiguousarray(values).view(kind).reshape(-1, width // kind.itemsize)
 
 
-def _each(words: np.ndarray, byte: int) -> np.unsignedinteger:
+def _each(words: np.ndarray, byte: int) -> int:
     """A word of `byte`s."""
-    return words.dtype.type(int.from_bytes(bytes([byte] * words.itemsize), "little"))
+    return int.from_bytes(bytes([byte] * words.itemsize), "little")
 
 
 def _fields(values: np.ndarray, run: int, shifts: Sequence[int], mask: int) -> np.ndarray:
@@ -49,7 +49,7 @@ def _fields(values: np.ndarray, run: int, shifts: Sequence[int], mask: int) -> n
     words = _words(values, run)
     fields = np.empty((len(words), len(shifts), words.shape[-1]), words.dtype)
     for index, shift in enumerate(shifts):
-        fields[:, index] = words >> words.dtype.type(shift) & _each(words, mask)
+        fields[:, index] = words >> shift & _each(words, mask)
     return fields.view(np.uint8).reshape(*values.shape[:2], -1)
 
 
@@ -60,7 +60,7 @@ def _nibbles(values: np.ndarray, run: int) -> np.ndarray:
 def _pack(codes: np.ndarray, group: int) -> np.ndarray:
     """4-bit codes `[R, blocks, n]` as the bytes of `QuantArray.codes`, `[R, blocks, n/2]`."""
     words = _words(codes, group // 2)
-    packed = words[::2] | words[1::2] << words.dtype.type(4)
+    packed = words[::2] | words[1::2] << 4
     return packed.view(np.uint8).reshape(*codes.shape[:2], -1)
 
 
@@ -115,11 +115,10 @@ def _q3_k(blocks: np.ndarray) -> Leaves:
 def _minima(blocks: np.ndarray) -> Leaves:
     """Scales and minima of Q4_K and Q5_K: eight of each, 6 bits wide, in bytes 4 to 15."""
     scale, minimum, rest = _words(blocks[..., 4:16], 4).reshape(-1, 3).T
-    low, six, high = (_each(scale, byte) for byte in (15, 63, 48))
-    four, two = scale.dtype.type(4), scale.dtype.type(2)
+    low, six, high = 0x0F0F0F0F, 0x3F3F3F3F, 0x30303030
     found = {
-        "scale": (scale & six, rest & low | scale >> two & high),
-        "minimum": (minimum & six, rest >> four & low | minimum >> two & high),
+        "scale": (scale & six, rest & low | scale >> 2 & high),
+        "minimum": (minimum & six, rest >> 4 & low | minimum >> 2 & high),
     }
     leaves = {
         name: np.stack(words, axis=-1).view(np.uint8).reshape(*blocks.shape[:2], 8)

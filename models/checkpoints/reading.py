@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ _LOG = logging.getLogger("stoker")
 #: Elements that are made dense at a time.
 _DENSE_BLOCK = 1 << 20
 _SCALES = {np.dtype(np.float16), np.dtype(np.float32)}
+
+T = TypeVar("T")
 
 #: Called with the bytes done and the bytes in all.
 Progress = Callable[[int, int], None]
@@ -55,7 +57,6 @@ def read_parameters(
     *,
     quantise: Quantisation | None = None,
     dense: str | None = None,
-    progress: Progress | None = None,
 ) -> Iterator[tuple[str, Reader]]:
     """Yields dotted path and reader of each parameter, the largest first.
 
@@ -71,7 +72,6 @@ def read_parameters(
       quantise: what becomes of dense matrices; None: they stay dense. Those that are quantised
         already stay as they are.
       dense: first, matrices that are quantised become dense, and all of this type.
-      progress: told how many bytes of tensors have been read.
 
     Yields:
       Readers of NumPy arrays, norms and biases in float32, or `QuantArray`s with NumPy leaves.
@@ -90,7 +90,6 @@ def read_parameters(
                 *(columns, quantise.group, group),
             )
     sizes = {path: _stored_bytes(checkpoint, use, parameters[path]) for path, use in uses.items()}
-    total, done = sum(sizes.values()), 0
     for path in sorted(parameters, key=lambda path: -sizes[path]):
         parameter = parameters[path]
         columns = parameter.shape[-1]
@@ -117,7 +116,14 @@ def read_parameters(
 
         unit = math.lcm(*units) if len(parameter.shape) > 1 else 1
         yield path, Reader(unit, part, sizes[path])
-        done += sizes[path]
+
+
+def reported(items: Iterable[T], sizes: Sequence[int], progress: Progress | None) -> Iterator[T]:
+    """Yields items, and tells `progress` of each one's bytes once it is done with."""
+    done, total = 0, sum(sizes)
+    for item, size in zip(items, sizes, strict=True):
+        yield item
+        done += size
         if progress is not None:
             progress(done, total)
 
