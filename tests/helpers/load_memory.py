@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
 
+# As glibc starts. It raises this whenever such a block is freed, keeps freed blocks below it for
+# each thread, and so another 20 MB in some runs and not in others.
+MMAP_FROM_BYTES = 128 << 10
 # On Linux ru_maxrss survives exec, so a child would start at its parent's peak.
 MEASURE = """
 import pathlib, re, resource, sys
@@ -31,6 +35,9 @@ print(peak() - before, model.file_bytes)
 def load_growth(path: pathlib.Path, kernels: str, quantize: str = "") -> tuple[float, float]:
     """Bytes by which the peak of memory grew, and bytes of the checkpoint."""
     command = [sys.executable, "-c", MEASURE, str(path), kernels, quantize]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MMAP_FROM_BYTES)}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
     grown, file_bytes = map(float, result.stdout.split())
     return grown, file_bytes
