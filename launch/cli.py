@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,11 @@ from .memory import made_to_last
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that the first argument names; returns the exit status."""
+    """Runs the command that the first argument names; returns the exit status.
+
+    Args:
+      arguments: the command and its flags; None: those of the process, which is then its own.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("--help", "-h", "help"):
         print(overview())
@@ -28,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     try:
         # Imported only now: `stoker --help` should not wait for JAX.
-        with made_to_last():
+        with made_to_last() if arguments is None else contextlib.nullcontext():
             command = importlib.import_module(f".{name}", __package__).COMMAND
     except KeyboardInterrupt:
         return INTERRUPTED

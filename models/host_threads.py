@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -33,7 +33,8 @@ def at_once(
     """Yields `work(item)` of each item, in their order, while threads work on the next ones.
 
     Those that are begun and not yet yielded have no more bytes together than the largest has alone,
-    or `room` where that is more. After an error nothing is begun any more.
+    or `room` where that is more. After an error nothing more is begun, but what is at work goes on
+    to its end before the error is raised.
 
     Args:
       work: called by several threads; NumPy lets them run beside each other.
@@ -49,14 +50,26 @@ def at_once(
     room = max([room, *sizes])
     begun: collections.deque[tuple[int, Future[R]]] = collections.deque()
     taken = 0
+    failed = len(items)
+
+    def attempt(index: int) -> R:
+        nonlocal failed
+        if index > failed:
+            raise CancelledError  # nobody asks for it: the error comes first
+        try:
+            return work(items[index])
+        except BaseException:
+            failed = index
+            raise
+
     pool = ThreadPoolExecutor(threads)
     try:
-        for item, size in zip(items, sizes, strict=True):
+        for index, (_, size) in enumerate(zip(items, sizes, strict=True)):
             while begun and (taken + size > room or len(begun) == 2 * threads):
                 oldest, result = begun.popleft()
                 yield result.result()
                 taken -= oldest
-            begun.append((size, pool.submit(work, item)))
+            begun.append((size, pool.submit(attempt, index)))
             taken += size
         for _, result in begun:
             yield result.result()

@@ -270,8 +270,9 @@ def load_params(
     """The parameters of a checkpoint that passed `check_tensors`, on the device.
 
     Tensors are converted by all processors, the largest first, as many at once as fit beside each
-    other (see `at_once`; one by one where they are quantised or placed on a mesh), and each one's
-    pages of the file are given back after it, so memory peaks near the size of the parameters.
+    other (see `at_once`; one by one where they are quantised, come in a layout that is unpacked
+    whole, or are placed on a mesh), and each one's pages of the file are given back after it, so
+    memory peaks near the size of the parameters.
 
     Args:
       checkpoint: an open checkpoint.
@@ -287,6 +288,8 @@ def load_params(
       CPU kernels run), dense ones in the file's own type, norms and biases in float32.
     """
     arena = Arena()
+    # Threads do not share the caller's context.
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     parameters = dict(named_parameters(abstract_params(config)))
     widened: list[str] = []
 
@@ -294,14 +297,15 @@ def load_params(
         path, read = named
         if mesh is not None:
             return place_parameter(parameters[path], config, mesh, read, arena.empty)
-        value = read()
-        if isinstance(value, QuantArray) and config.kernels.platform == "cpu":
-            value = cpu.prepare(value, arena.empty)
-            if not isinstance(value, cpu.PackedArray):
-                widened.append(path)
-        elif isinstance(value, QuantArray) and config.kernels.platform == "tpu":
-            value = ready(value)
-        return jax.tree.map(lambda leaf: place(path, leaf), value)
+        with jax.default_device(device):
+            value = read()
+            if isinstance(value, QuantArray) and config.kernels.platform == "cpu":
+                value = cpu.prepare(value, arena.empty)
+                if not isinstance(value, cpu.PackedArray):
+                    widened.append(path)
+            elif isinstance(value, QuantArray) and config.kernels.platform == "tpu":
+                value = ready(value)
+            return jax.tree.map(lambda leaf: place(path, leaf), value)
 
     readers = list(
         read_parameters(checkpoint, naming_of(checkpoint, family), config, quantise=quantise)
@@ -309,7 +313,8 @@ def load_params(
     sizes = [read.nbytes for _, read in readers]
     # Parts of a mesh are placed one after the other, in the same order by all processes; and what
     # quantises has every core at work already, and much memory.
-    threads = None if mesh is None and quantise is None else 1
+    alone = mesh is not None or quantise is not None or _grows(checkpoint)
+    threads = 1 if alone else None
     made = reported(at_once(make, readers, sizes, threads), sizes, progress)
     values = {path: value for (path, _), value in zip(readers, made, strict=True)}
     if widened:
@@ -320,6 +325,13 @@ def load_params(
             len(widened),
         )
     return unflatten(abstract_params(config), values)
+
+
+def _grows(checkpoint: Checkpoint) -> bool:
+    """Whether parameters may take several times their bytes of the file while they are read."""
+    if isinstance(checkpoint, NativeCheckpoint):
+        return any("float8" in leaf.dtype for leaf in checkpoint.manifest.leaves.values())
+    return isinstance(checkpoint, QuantisedCheckpoint)
 
 
 def _some(names: list[str]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -46,6 +48,15 @@ def smollm2_path() -> pathlib.Path:
 def smollm2(smollm2_path: pathlib.Path) -> Model:
     """SmolLM2-135M-Instruct, loaded."""
     return load_model(smollm2_path)
+
+
+@pytest.fixture
+def many_switches() -> Iterator[None]:
+    """Python turns from thread to thread as often as it can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
 
 
 @pytest.fixture

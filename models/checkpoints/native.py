@@ -62,11 +62,8 @@ class NativeCheckpoint:
           StokerError: it is damaged; the array at fault is named.
         """
         manifest = read_manifest(folder)
-        arrays: Arrays
-        if manifest.storage == "orbax":
-            arrays = OrbaxArrays(folder, manifest)
-        else:
-            arrays = SafetensorsArrays(folder)
+        at = OrbaxArrays if manifest.storage == "orbax" else SafetensorsArrays
+        arrays: Arrays = at(folder)
         compare_leaves(arrays.leaves(), manifest.leaves)
         return cls(folder, manifest, manifest.parameters, arrays)
 

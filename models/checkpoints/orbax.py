@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import logging
 import pathlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,9 +28,6 @@ from .manifest import DTYPES, Index, Leaf, Manifest, Stored, compare_leaves, rea
 
 #: The folder of the tree, beside `stoker.json`.
 FOLDER = "orbax"
-#: Bytes of parameters that are read at once where they are read one after another: a call of
-#: Orbax takes tens of milliseconds, whatever it reads.
-_BATCH_BYTES = 128 << 20
 #: Bytes of the pieces that arrays are written in: whoever wants some rows or columns of one reads
 #: the pieces they lie in, and no others.
 _PIECE_BYTES = 8 << 20
@@ -130,7 +126,7 @@ def restore_params(
     if manifest.storage != "orbax":
         raise StokerError(f"'{folder}' keeps its arrays as {manifest.storage}; use load_model")
     manifest.check(config)
-    compare_leaves(OrbaxArrays(folder, manifest).leaves(), manifest.leaves)
+    compare_leaves(OrbaxArrays(folder).leaves(), manifest.leaves)
     if mesh is not None:
         config = split_config(config, mesh, rules)
     abstract = dict(named_parameters(abstract_params(config)))
@@ -149,7 +145,7 @@ def restore_params(
         {name: leaf for name, leaf in manifest.leaves.items() if name in shardings},
         lambda name, leaf: ocp.ArrayRestoreArgs(sharding=shardings[name], global_shape=leaf.shape),
     )
-    parts, values = OrbaxArrays(folder, manifest), {}
+    parts, values = OrbaxArrays(folder), {}
     for name, parameter in abstract.items():
         stored = manifest.parameters[name]
         if stored.arrays().keys() <= shardings.keys():
@@ -176,14 +172,10 @@ def _divides(parameter: Parameter, stored: Stored, config: ModelConfig) -> bool:
 
 
 class OrbaxArrays:
-    """Arrays of an Orbax tree, read a few parameters at a time into host memory."""
+    """Arrays of an Orbax tree, read into host memory."""
 
-    def __init__(self, folder: pathlib.Path, manifest: Manifest) -> None:
+    def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
-        # The order in which `read_parameters` asks: what is read ahead is what comes next.
-        self._order = sorted(manifest.parameters.values(), key=lambda stored: -stored.nbytes)
-        self._ahead: dict[str, np.ndarray] = {}
-        self._lock = threading.Lock()  # of what was read ahead
 
     def leaves(self) -> Mapping[str, Leaf]:
         """Names, shapes and types of all arrays, as Orbax has them."""
@@ -202,16 +194,10 @@ class OrbaxArrays:
 
     def load(self, stored: Stored, index: Index) -> Mapping[str, np.ndarray]:
         """As `native.Arrays.load`."""
-        wanted = stored.arrays()
-        if index:
-            return {
-                name: self._read_part(name, stored.leaf_index(leaf, index))
-                for name, leaf in wanted.items()
-            }
-        with self._lock:
-            if not self._ahead.keys() >= wanted.keys():
-                self._ahead |= self._read_from(stored)
-            return {name: self._ahead.pop(name) for name in wanted}
+        return {
+            name: self._read(name, stored.leaf_index(leaf, index))
+            for name, leaf in stored.arrays().items()
+        }
 
     def release(self, stored: Stored) -> None:
         """Nothing is mapped."""
@@ -222,7 +208,7 @@ class OrbaxArrays:
         files = _tree_folder(self._folder).rglob("*")
         return sum(path.stat().st_size for path in files if path.is_file())
 
-    def _read_part(self, name: str, index: Index) -> np.ndarray:
+    def _read(self, name: str, index: Index) -> np.ndarray:
         """What slices of its axes are of one array: Orbax itself reads by shardings alone."""
         _orbax()
         tensorstore: Any = importlib.import_module("tensorstore")
@@ -232,19 +218,6 @@ class OrbaxArrays:
             return np.asarray(tensorstore.open(spec, open=True).result()[index].read().result())
         except (OSError, ValueError, KeyError) as error:
             raise _damaged(self._folder, error) from None
-
-    def _read_from(self, first: Stored) -> dict[str, np.ndarray]:
-        """The arrays of a parameter and of some that follow it."""
-        wanted, taken = dict(first.arrays()), first.nbytes
-        for stored in self._order[self._order.index(first) + 1 :]:
-            taken += stored.nbytes
-            if taken > _BATCH_BYTES:
-                break
-            wanted |= stored.arrays()
-        ocp = _orbax()
-        return _restore(
-            self._folder, wanted, lambda _, leaf: ocp.RestoreArgs(restore_type=np.ndarray)
-        )
 
 
 def _restore(

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 
+from stoker.launch import cli
 from stoker.launch.memory import made_to_last
 
 
@@ -36,3 +37,9 @@ def test_who_has_turned_the_collector_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_command_that_python_calls_leaves_its_callers_objects_alone(capsys) -> None:
+    before = gc.get_freeze_count()
+    assert cli.main(["generate", "--help"]) == 0
+    assert gc.get_freeze_count() == before

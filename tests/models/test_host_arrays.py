@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
@@ -24,6 +27,14 @@ def test_an_arena_gives_disjoint_arrays_that_jax_adopts(kind: str) -> None:
         if array.size:
             assert array.ctypes.data % 64 == 0
             assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data
+
+
+def test_threads_share_an_arena(many_switches: None) -> None:
+    arena, sizes = Arena(), range(1, 2000)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda size: arena.empty((size,), np.dtype(np.uint8)), sizes))
+    ends = sorted((array.ctypes.data, array.ctypes.data + array.nbytes) for array in made)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
 
 
 def test_an_array_outlives_its_arena() -> None:

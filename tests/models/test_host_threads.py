@@ -3,12 +3,13 @@
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.models.host_threads import at_once, usable_cores
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(0, 50), max_size=30), room=st.integers(1, 80))
 def test_results_come_in_order_and_no_more_than_the_room_is_taken(sizes, room):
     lock, taken, most = threading.Lock(), 0, 0
@@ -59,7 +60,25 @@ def test_an_error_is_raised_in_its_turn_and_ends_the_work(threads):
             found.append(index)
     assert found == [0, 1]
     assert len(begun) <= 3 + 2 * (threads or usable_cores())
-    assert threading.active_count() < 50
+
+
+def test_after_an_error_nothing_more_is_begun():
+    begun, failing, more = [], threading.Event(), threading.Event()
+
+    def work(index: int) -> None:
+        begun.append(index)
+        if index == 0:
+            failing.wait(60)
+            more.wait(1)
+        elif index == 1:
+            failing.set()
+            raise OSError("damaged")
+        else:
+            more.set()
+
+    with pytest.raises(OSError, match="damaged"):
+        list(at_once(work, range(1000), [1] * 1000, threads=2))
+    assert begun == [0, 1]
 
 
 def test_each_item_needs_a_size():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import tempfile
+import threading
 
 import gguf
 import jax
@@ -15,7 +16,9 @@ from gguf_files import Tiny, hf_weights, write_gguf
 from load_memory import load_growth
 from tiny import HF_NAMES
 
+from stoker.models import host_threads
 from stoker.models.checkpoints.gguf import GGUFCheckpoint
+from stoker.models.config import Kernels
 from stoker.models.errors import StokerError
 from stoker.models.families import FAMILIES, family_for
 from stoker.models.families.gguf_config import model_config
@@ -264,6 +267,32 @@ def test_each_leaf_is_placed_by_the_caller_and_progress_is_told(tmp_path):
     assert len(placed) == len(jax.tree.leaves(params))
     assert told == sorted(told) and told[-1][0] == told[-1][1]
     assert told[-1][1] == sum(info.nbytes for info in checkpoint.tensors.values())
+
+
+@pytest.mark.parametrize("kernels", ["xla", "cpu"])
+def test_threads_load_what_one_does_where_the_caller_wants_it(
+    kernels, tmp_path, monkeypatch, many_switches
+):
+    """`jax.default_device` is a context of the caller's own thread."""
+    checkpoint = GGUFCheckpoint.open(write_gguf(tmp_path / "m.gguf", Tiny(), quantisation="Q4_1"))
+    family = family_for("llama")
+    config = dataclasses.replace(model_config(family, checkpoint), kernels=Kernels(kernels))
+    found = []
+    for cores in (1, 8):
+        monkeypatch.setattr(host_threads, "usable_cores", lambda cores=cores: cores)
+        with jax.default_device(jax.devices()[0]):
+            devices, threads = set(), set()
+
+            def place(_, leaf, devices=devices, threads=threads):
+                devices.add(jax.config.jax_default_device)
+                threads.add(threading.get_ident())
+                return jax.device_put(leaf)
+
+            found.append(load_params(checkpoint, family, config, place=place))
+        assert devices == {jax.devices()[0]}
+        assert (threading.get_ident() in threads) == (cores == 1)
+    for one, many in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(one, many)
 
 
 def test_smollm2(smollm2):

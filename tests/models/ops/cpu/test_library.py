@@ -97,11 +97,13 @@ def test_kernels_are_compiled_with_the_oldest_headers() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = map(Requirement, project["project"]["dependencies"])
     (supported,) = (each.specifier for each in wanted if each.name == "jax")
+    # For later versions of Python, the oldest JAX has no wheels.
+    oldest = {"python_version": "3.14"}
     built = map(Requirement, project["build-system"]["requires"])
     (headers,) = (
         each.specifier
         for each in built
-        if each.name == "jax" and (each.marker is None or each.marker.evaluate())
+        if each.name == "jax" and (not each.marker or each.marker.evaluate(oldest))
     )
     assert "0.10.2" in supported and "0.9.9" not in supported
     assert "0.10.2" in headers and "0.11.0" not in headers
