@@ -64,7 +64,6 @@ class Command:
         if rest:
             problem = f"unexpected argument {rest[0]!r}: every option is a flag, --name=value"
             return self._fail(f"{problem}; see stoker {self.name} --help", USAGE)[0]
-        keep_freed_memory()
         return self.attempt(functools.partial(self._work, values))[0]
 
     def attempt(self, work: Callable[[], int]) -> tuple[int, str]:
@@ -98,8 +97,16 @@ class Command:
 
         if hosts.wants_hosts(values):
             return hosts.run_shared(self, values)
-        self.run(values, functools.partial(self.load, values))
+        self.run(values, functools.partial(self.loaded, values))
         return 0
+
+    def loaded(self, values: flags.FlagValues) -> Any:
+        """The model, for steps to follow."""
+        assert self.load is not None
+        model = self.load(values)
+        # Not sooner: what loading has used is better given back.
+        keep_freed_memory()
+        return model
 
     def help(self, values: flags.FlagValues) -> str:
         """The summary and every flag with its default."""

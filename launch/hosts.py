@@ -117,8 +117,6 @@ def _keep_output() -> None:
 
 
 def _share(command: Command, values: flags.FlagValues, team: Team) -> int:
-    load = command.load
-    assert load is not None
     if team.hosts.count > 1 and not values.mesh:
         devices = jax.device_count()
         raise StokerError(
@@ -127,7 +125,7 @@ def _share(command: Command, values: flags.FlagValues, team: Team) -> int:
         )
 
     def lead() -> Model:
-        model = load(values)
+        model = command.loaded(values)
         team.agree(facts_of(model))
         return dataclasses.replace(model, team=team)
 
@@ -140,7 +138,7 @@ def _share(command: Command, values: flags.FlagValues, team: Team) -> int:
 
     # In one terminal Ctrl-C reaches all processes, and what it means is process 0's to say.
     signal.signal(signal.SIGINT, decline)
-    model = load(values)
+    model = command.loaded(values)
     team.agree(facts_of(model))
     who = f"process {team.hosts.index} of {team.hosts.count}"
     print(f"{who} follows process 0, which prints", file=sys.stderr)

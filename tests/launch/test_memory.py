@@ -4,7 +4,8 @@ import gc
 
 import pytest
 
-from stoker.launch import cli
+from stoker.launch import cli, command
+from stoker.launch.hosts import define_hosts_flags
 from stoker.launch.memory import made_to_last
 
 
@@ -43,3 +44,16 @@ def test_a_command_that_python_calls_leaves_its_callers_objects_alone(capsys) ->
     before = gc.get_freeze_count()
     assert cli.main(["generate", "--help"]) == 0
     assert gc.get_freeze_count() == before
+
+
+def test_what_loading_has_freed_is_not_kept(monkeypatch) -> None:
+    done = []
+    monkeypatch.setattr(command, "keep_freed_memory", lambda: done.append("keeps"))
+
+    def run(values, load) -> None:
+        load()
+        done.append("steps")
+
+    given = command.Command("chat", define_hosts_flags, run, lambda values: done.append("loads"))
+    assert given.main([]) == 0
+    assert done == ["loads", "keeps", "steps"]
