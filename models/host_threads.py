@@ -52,24 +52,24 @@ def at_once(
     taken = 0
     failed = len(items)
 
-    def attempt(index: int) -> R:
+    def attempt(index: int, item: T) -> R:
         nonlocal failed
         if index > failed:
             raise CancelledError  # nobody asks for it: the error comes first
         try:
-            return work(items[index])
+            return work(item)
         except BaseException:
-            failed = index
+            failed = min(failed, index)
             raise
 
     pool = ThreadPoolExecutor(threads)
     try:
-        for index, (_, size) in enumerate(zip(items, sizes, strict=True)):
+        for index, (item, size) in enumerate(zip(items, sizes, strict=True)):
             while begun and (taken + size > room or len(begun) == 2 * threads):
                 oldest, result = begun.popleft()
                 yield result.result()
                 taken -= oldest
-            begun.append((size, pool.submit(attempt, index)))
+            begun.append((size, pool.submit(attempt, index, item)))
             taken += size
         for _, result in begun:
             yield result.result()

@@ -307,16 +307,14 @@ def load_params(
                 value = ready(value)
             return jax.tree.map(lambda leaf: place(path, leaf), value)
 
-    readers = list(
-        read_parameters(checkpoint, naming_of(checkpoint, family), config, quantise=quantise)
-    )
-    sizes = [read.nbytes for _, read in readers]
+    naming = naming_of(checkpoint, family)
+    readers = read_parameters(checkpoint, naming, config, quantise=quantise)
+    sizes = [read.nbytes for read in readers.values()]
     # Parts of a mesh are placed one after the other, in the same order by all processes; and what
     # quantises has every core at work already, and much memory.
     alone = mesh is not None or quantise is not None or _grows(checkpoint)
-    threads = 1 if alone else None
-    made = reported(at_once(make, readers, sizes, threads), sizes, progress)
-    values = {path: value for (path, _), value in zip(readers, made, strict=True)}
+    made = at_once(make, list(readers.items()), sizes, threads=1 if alone else None)
+    values = dict(zip(readers, reported(made, sizes, progress), strict=True))
     if widened:
         _LOG.warning(
             "stoker: %d matrices of 8-bit floats (or groups that are not whole fours) are held as "

@@ -16,11 +16,7 @@ from stoker.models.sources import resolve
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any module imports PyTorch, or asks JAX for devices, which would keep the compilers
-    from loading."""
-    if hasattr(config, "workerinput"):
-        # Workers share the cores, and PyTorch's threads wait for each other at full speed.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    """Before any module asks JAX for devices, which would keep the compilers from loading."""
     if any(name in config.option.markexpr for name in ("compile", "contract")):
         prepare_process()
 

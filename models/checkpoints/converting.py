@@ -100,16 +100,15 @@ def convert_model(
     # A tokenizer that cannot be read later is better refused now.
     check_vocabulary(name, opened.tokenizer(), opened.config)
     with _fresh_folder(target, _estimate(opened, how, dtype), overwrite) as folder:
-        readers = list(
-            read_parameters(
-                opened.checkpoint,
-                naming_of(opened.checkpoint, opened.family),
-                opened.config,
-                quantise=how,
-                dense=dtype,
-            )
+        readers = read_parameters(
+            opened.checkpoint,
+            naming_of(opened.checkpoint, opened.family),
+            opened.config,
+            quantise=how,
+            dense=dtype,
         )
-        parameters = reported(readers, [read.nbytes for _, read in readers], progress)
+        sizes = [read.nbytes for read in readers.values()]
+        parameters = reported(readers.items(), sizes, progress)
         stored = _write(folder, parameters, opened, to, shard_bytes)
         steps = [str(name), *([dtype] if dtype else []), *([str(how)] if how else [])]
         Manifest(opened.config, stored, to, ", ".join(steps)).write(folder)

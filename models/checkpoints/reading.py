@@ -57,8 +57,8 @@ def read_parameters(
     *,
     quantise: Quantisation | None = None,
     dense: str | None = None,
-) -> Iterator[tuple[str, Reader]]:
-    """Yields dotted path and reader of each parameter, the largest first.
+) -> dict[str, Reader]:
+    """The reader of each parameter by its dotted path, the largest first.
 
     Nothing is kept here: a reader holds, while it runs, one tensor and what becomes of it, or of
     the part that it was asked for; several may run at once. Parts have the values of the whole, bit
@@ -73,7 +73,7 @@ def read_parameters(
         already stay as they are.
       dense: first, matrices that are quantised become dense, and all of this type.
 
-    Yields:
+    Returns:
       Readers of NumPy arrays, norms and biases in float32, or `QuantArray`s with NumPy leaves.
 
     Raises:
@@ -90,6 +90,7 @@ def read_parameters(
                 *(columns, quantise.group, group),
             )
     sizes = {path: _stored_bytes(checkpoint, use, parameters[path]) for path, use in uses.items()}
+    readers = {}
     for path in sorted(parameters, key=lambda path: -sizes[path]):
         parameter = parameters[path]
         columns = parameter.shape[-1]
@@ -115,7 +116,8 @@ def read_parameters(
                 raise StokerError(f"'{path}' {error}") from None
 
         unit = math.lcm(*units) if len(parameter.shape) > 1 else 1
-        yield path, Reader(unit, part, sizes[path])
+        readers[path] = Reader(unit, part, sizes[path])
+    return readers
 
 
 def reported(items: Iterable[T], sizes: Sequence[int], progress: Progress | None) -> Iterator[T]:

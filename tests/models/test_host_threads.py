@@ -60,6 +60,7 @@ def test_an_error_is_raised_in_its_turn_and_ends_the_work(threads):
             found.append(index)
     assert found == [0, 1]
     assert len(begun) <= 3 + 2 * (threads or usable_cores())
+    assert threading.active_count() < 50
 
 
 def test_after_an_error_nothing_more_is_begun():
